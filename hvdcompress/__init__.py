@@ -1,0 +1,20 @@
+"""Gradient compression for Horovod. The methods and the core; the adapters are `hvdcompress.torch` and the drivers."""
+
+__version__ = "0.1.0"
+
+from .core import Group, Layout
+from .errors import CompressionError, MismatchError, PayloadError
+from .reducers import Dense, Dore, make, methods
+
+__all__ = [
+    "CompressionError",
+    "Dense",
+    "Dore",
+    "Group",
+    "Layout",
+    "MismatchError",
+    "PayloadError",
+    "__version__",
+    "make",
+    "methods",
+]

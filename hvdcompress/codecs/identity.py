@@ -1,0 +1,43 @@
+"""No compression: the elements themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .. import kernels
+from ..core import Array, Bytes
+from ..errors import PayloadError
+
+
+@dataclass(frozen=True)
+class Identity:
+    """x as it is.
+
+    Payload: float32[n], little-endian. Bias: none, and no noise. The yardstick in place of another codec: DORE with it
+    both ways is SGD, with it on the way down is DIANA.
+
+    >>> import numpy as np
+    >>> Identity().encode(np.ones(3, np.float32), key=0).size
+    12
+    """
+
+    number: ClassVar[int] = 1
+    alignment: ClassVar[int] = 1
+
+    def encode(self, x: Array, key: int, start: int = 0) -> Bytes:
+        return np.frombuffer(x.astype("<f4").tobytes(), np.uint8)
+
+    def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
+        if payload.size != 4 * out.size:
+            raise PayloadError(f"an identity payload of {out.size} elements has {4 * out.size} bytes, not {payload.size}")
+        out[:] = kernels.weighted_sum((1.0, out), (factor, np.ascontiguousarray(payload).view("<f4")))
+        return 1.0
+
+    def expected_bytes(self, n: int, density: float | None = None) -> float:
+        return 4.0 * n
+
+    def noise(self, x: Array) -> float:
+        return 0.0

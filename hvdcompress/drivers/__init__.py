@@ -1,0 +1,1 @@
+"""Whoever executes the collectives that a session asks for."""

@@ -1,0 +1,35 @@
+"""One codec, for one bucket in one step: vectors to frames and frames to vectors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .. import frame
+from ..codecs import Codec
+from ..core import Array, Bytes
+from ..errors import PayloadError
+
+
+class Channel(NamedTuple):
+    codec: Codec
+    bucket: int
+    step: int
+
+    def pack(self, x: Array, key: int, start: int = 0) -> Bytes:
+        """The frame of a vector that lies at `start` in the bucket."""
+        return frame.pack(self._address(x.size), self.codec.encode(x, key, start))
+
+    def add(self, buffer: Bytes, sender: int, out: Array, factor: float = 1.0) -> float:
+        """Adds factor * (what the sender's frame holds) to `out`; returns the share of non-zeros.
+
+        Raises:
+            PayloadError: the frame is not what `sender` should have sent; `out` is then as it was.
+        """
+        payload = frame.unpack(buffer, self._address(out.size), sender)
+        try:
+            return self.codec.decode_add(payload, out, factor)
+        except PayloadError as error:
+            raise PayloadError(f"the frame from rank {sender} does not decode: {error}") from error
+
+    def _address(self, count: int) -> frame.Address:
+        return frame.Address(self.codec.number, self.bucket, self.step, count)

@@ -1,0 +1,250 @@
+"""DORE: double residual compression, without a parameter server.
+
+Each rank compresses what its gradient adds to its memory h_i; whoever plays the master of a block averages, compresses
+what is left with its own error, and every rank applies the code of that. There are two ways to share the master's part,
+and both give the bits that one master would:
+
+* `allgather`: every rank gathers all residuals and is the master of everything. One round; (W - 1) c d bits.
+* `sharded`: each rank is the master of its own run of blocks. The residuals go to their owners by alltoall, the owners'
+  codes to everyone by allgather. Two rounds; 2 c d (W - 1) / W bits, whatever W.
+
+(c bits an element, d elements, W ranks.) Whoever is the master of a block keeps *every* rank's h_i on that block, moved
+by the same operations as on that rank, and averages them in rank order: h is the mean of the h_i, without drift.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import frame, kernels
+from ..codecs import Codec, Ternary
+from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Reduction, Stage, State, Step
+from .channel import Channel
+
+UPLINK, DOWNLINK = 1, 2  # streams of random draws: the first is each rank's own, the second is shared
+
+# What `exchange="auto"` predicts with: the slow end of what people have between their nodes, and what a round of
+# Horovod costs before its first byte.
+BYTES_PER_SECOND = 125e6
+SECONDS_PER_ROUND = 1e-3
+
+
+@dataclass(frozen=True)
+class Dore:
+    """Double residual compression.
+
+    With h = mean h_i, gh = h + mean D_i and q = gh + eta e:
+
+        rank i:  D_i = Q(g_i - h_i),   h_i += alpha D_i
+        master:  G = beta Q(q),        e = q - Q(q)
+
+    and G is the mean that the optimizer is given.
+
+    Payload: Q's codes, see `Ternary`: scales, mask, signs. Bias: each Q is unbiased; e carries the error of the second
+    to the next step. Memory, float32: W d for `allgather` with e d more; d + (W + 1) d / W for `sharded`.
+
+    The paper compresses the *model* residual, -lr q, and applies it to the model. Here e stays in gradient units and G
+    goes through the optimizer. The two are the same when: the optimizer is plain SGD, x -= lr G, with nothing after G
+    (no momentum, no adaptivity, no clipping; weight decay inside g_i); there is no proximal term; one lr holds inside
+    each block; Q is homogeneous and odd for given draws, as the ternary codec is; and lr is constant, or `rescale` is
+    on. They are bitwise the same where lr, its ratio, beta and eta are powers of two or sums of few of them; else
+    rounding flips single draws and both are correct runs of DORE. With another optimizer this is error feedback on the
+    mean gradient, before the optimizer.
+
+    Args:
+        alpha: rate of the memories h_i, in [0, 1]; 0 is no memory.
+        beta: share of the code that is applied, in (0, 1].
+        eta: share of the error that is fed back, in [0, 1]. 1 is the experiments' value and the fragile one: it holds
+            for small steps only; 0.5 holds for steps 4 to 8 times larger.
+        block: elements that share a scale. Smaller blocks have less noise and more bytes of scales.
+        scales: "float32" or "byte" (rounded up; a quarter of the size).
+        exchange: "allgather", "sharded", or "auto": what is predicted to be faster.
+        rescale: multiplies e by lr_old / lr_new, which keeps it the same in model units when the rate changes. Each
+            step must then be told its rate. A rate of zero changes nothing.
+        uplink, downlink: another codec than Ternary(block, scales), for the first or the second residual.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    >>> Dore(block=64, scales="byte").alpha
+    0.1
+
+    Source: X. Liu, Y. Li, J. Tang, M. Yan, "A Double Residual Compression Algorithm for Efficient Distributed
+    Learning", 2020, Algorithm 1; alpha, beta, eta, block and the norm are those of its experiments.
+    """
+
+    alpha: float = 0.1
+    beta: float = 1.0
+    eta: float = 1.0
+    block: int = 256
+    scales: str = "float32"
+    exchange: str = "auto"
+    rescale: bool = False
+    uplink: Codec | None = None
+    downlink: Codec | None = None
+
+    def __post_init__(self) -> None:
+        for name, low_open in (("alpha", False), ("beta", True), ("eta", False)):
+            value = getattr(self, name)
+            if not (0 <= value <= 1) or (low_open and value == 0):
+                raise ValueError(f"{name} must be in {'(' if low_open else '['}0, 1], not {value}")
+        if self.exchange not in ("auto", "allgather", "sharded"):
+            raise ValueError(f"exchange must be 'auto', 'allgather' or 'sharded', not {self.exchange!r}")
+        Ternary(self.block, self.scales)
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        """The codecs of the first and of the second residual."""
+        usual = Ternary(self.block, self.scales)
+        return self.uplink or usual, self.downlink or usual
+
+    def init(self, layout: Layout, group: Group) -> State:
+        part = self._parts(layout, group).mine
+        arrays = {
+            "copies": kernels.zeros(group.size * part.size).reshape(group.size, part.size),  # h_j of each rank j
+            "e": kernels.zeros(part.size),
+        }
+        if self._sharded(layout, group):
+            arrays["h"] = kernels.zeros(layout.size)
+        if self.rescale:
+            arrays["lr"] = np.full(1, np.nan)  # the rate that e belongs to
+        return State(layout, group, arrays)
+
+    def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
+        return (Stage(AllToAll), Stage(AllGather)) if self._sharded(layout, group) else (Stage(AllGather),)
+
+    def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
+        layout, group, arrays = state
+        sharded, parts = self._sharded(layout, group), self._parts(layout, group)
+        up, down = (Channel(codec, layout.bucket, step.number) for codec in self.codecs)
+        h = arrays["h"] if sharded else arrays["copies"][group.rank]
+
+        residual = kernels.weighted_sum((1.0, grad), (-1.0, h))
+        key = kernels.derive_key(group.seed, step.number, UPLINK, group.rank, layout.bucket)
+        sent = [up.pack(residual[part.where], key, part.start) for part in parts.all]
+        received = yield (AllToAll(sent) if sharded else AllGather(sent[0]))
+
+        code, memory, metrics = self._master(received, state, step, up, down)
+        codes = (yield AllGather(code)) if sharded else [code]
+
+        mean = kernels.zeros(layout.size)
+        for owner, (part, code) in enumerate(zip(parts.all, codes)):
+            down.add(code, owner, mean[part.where], self.beta)
+        if sharded:
+            memory["h"] = h.copy()
+            for owner, part in enumerate(parts.all):
+                up.add(sent[owner], group.rank, memory["h"][part.where], self.alpha)
+        metrics["uplink_noise"] = _relative(up.codec.noise(residual), grad)
+        headers = frame.HEADER.size * (len(sent) + len(codes) - 2)
+        paper_bytes = sum(f.size for f in sent) + sum(c.size for c in codes) - headers
+        return Outcome(mean, State(layout, group, memory), paper_bytes, metrics)
+
+    def _master(
+        self, received: list[Bytes], state: State, step: Step, up: Channel, down: Channel
+    ) -> tuple[Bytes, dict[str, Array], dict[str, float]]:
+        """The master's part of a step: the code of the second residual, copies and e, and what is told of them."""
+        layout, group, arrays = state
+        part = self._parts(layout, group).mine
+        copies, total, density = arrays["copies"].copy(), kernels.zeros(part.size), 0.0
+        for sender, buffer in enumerate(received):
+            density += up.add(buffer, sender, total) / group.size
+            up.add(buffer, sender, copies[sender], self.alpha)
+        h = kernels.divide(kernels.weighted_sum(*((1.0, row) for row in arrays["copies"])), group.size)
+        estimate = kernels.weighted_sum((1.0, h), (1.0, kernels.divide(total, group.size)))
+        fed_back, lr = self._feedback(arrays, step)
+        residual = kernels.weighted_sum((1.0, estimate), (fed_back, arrays["e"]))
+
+        key = kernels.derive_key(group.seed, step.number, DOWNLINK, 0, layout.bucket)
+        code, decoded = down.pack(residual, key, part.start), kernels.zeros(part.size)
+        metrics = {
+            "uplink_density": density,
+            "downlink_density": down.add(code, group.rank, decoded),
+            "downlink_noise": _relative(down.codec.noise(residual), estimate),
+        }
+        e = kernels.weighted_sum((1.0, residual), (-1.0, decoded))
+        return code, {"copies": copies, "e": e, **lr}, metrics
+
+    def _feedback(self, arrays: dict[str, Array], step: Step) -> tuple[float, dict[str, Array]]:
+        """The factor of e in this step, and the rate that e will belong to."""
+        if not self.rescale:
+            return self.eta, {}
+        if step.lr is None:
+            raise ValueError("rescale=True needs the learning rate of each step: give the compressor the optimizer")
+        old = float(arrays["lr"][0])
+        if step.lr == 0 or not old > 0:
+            return self.eta, {"lr": np.full(1, step.lr if step.lr else old)}
+        return self.eta * old / step.lr, {"lr": np.full(1, step.lr)}
+
+    def wire_bytes(
+        self,
+        layout: Layout,
+        group: Group,
+        uplink_density: float | None = None,
+        downlink_density: float | None = None,
+    ) -> float:
+        """Bytes that a rank sends in a step, given the shares of non-zeros (None: the usual ones); the mean over ranks."""
+        return self._predict(self._sharded(layout, group), layout, group, uplink_density, downlink_density)
+
+    def _predict(
+        self, sharded: bool, layout: Layout, group: Group, up_density: float | None = None, down_density: float | None = None
+    ) -> float:
+        up, down = self.codecs
+        parts, others = _divide(layout.size, group.size if sharded else 1, self._alignment), group.size - 1
+        sent = sum(frame.HEADER.size + up.expected_bytes(part.size, up_density) for part in parts)
+        if not sharded:
+            return others * sent
+        return others / group.size * sum((sent, *(frame.HEADER.size + down.expected_bytes(part.size, down_density) for part in parts)))
+
+    def _sharded(self, layout: Layout, group: Group) -> bool:
+        if self.exchange != "auto":
+            return self.exchange == "sharded"
+        one_round, two_rounds = (self._predict(sharded, layout, group) / BYTES_PER_SECOND for sharded in (False, True))
+        return two_rounds + SECONDS_PER_ROUND < one_round
+
+    @property
+    def _alignment(self) -> int:
+        return math.lcm(*(codec.alignment for codec in self.codecs))
+
+    def _parts(self, layout: Layout, group: Group) -> Parts:
+        if not self._sharded(layout, group):
+            whole = Part(0, layout.size)
+            return Parts([whole], whole)
+        parts = _divide(layout.size, group.size, self._alignment)
+        return Parts(parts, parts[group.rank])
+
+
+class Part(NamedTuple):
+    """A run of a bucket's elements that has one master."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def where(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Parts(NamedTuple):
+    all: list[Part]  # by owner
+    mine: Part  # the one that this rank is the master of
+
+
+def _divide(n: int, owners: int, alignment: int) -> list[Part]:
+    """Runs of n elements for each owner, cut at multiples of `alignment`, as even as that allows."""
+    pieces = -(-n // alignment)
+    cuts = [min(n, owner * pieces // owners * alignment) for owner in range(owners + 1)]
+    return [Part(start, stop) for start, stop in zip(cuts, cuts[1:])]
+
+
+def _relative(noise: float, x: Array) -> float:
+    """Noise in units of ||x||^2."""
+    norm = kernels.sum_of_squares(x)
+    return noise / norm if norm else 0.0

@@ -1,0 +1,271 @@
+"""One rank's part in a training: its memory, and each step as one transaction.
+
+A `Session` is passive: it makes the collectives of a step and takes their replies; drivers move the bytes. What it
+holds together is the agreement. In every step each rank says in a status record how it stands: OK, its gradient is not
+finite, or it failed and with which message. All memories move together, on all ranks, or none does:
+
+* all OK: the step is finished and committed;
+* a gradient that is not finite anywhere: no result, on every rank, and nothing is committed;
+* a failure anywhere: every rank raises the same error, and nothing is committed.
+
+Before the first step a record carries what the ranks must agree on. A failure after the records were exchanged goes out
+in place of the payloads that this rank still owes or, if it owes none, with the next record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import __version__, frame, kernels, traffic
+from .core import AllGather, AllReduce, AllToAll, Array, Bytes, Collective, Group, Layout, Outcome, Reducer, Reduction, State, Step
+from .errors import CompressionError, MismatchError, PayloadError
+
+OK, NONFINITE, ERROR = 0, 1, 2
+RECORD = struct.Struct("<BxxxI8s")  # status, step, digest; a text follows
+ADDRESS = frame.Address(frame.STATUS, 0, 0, 0)
+
+
+class Record(NamedTuple):
+    """How a rank stands in a step."""
+
+    status: int
+    step: int
+    digest: bytes  # 8 bytes, of what the ranks must agree on
+    text: str  # of the handshake or of the failure; else empty
+
+    def pack(self) -> Bytes:
+        payload = RECORD.pack(self.status, self.step & 0xFFFFFFFF, self.digest) + self.text.encode()
+        return frame.pack(ADDRESS, np.frombuffer(payload, np.uint8))
+
+    @classmethod
+    def unpack(cls, buffer: Bytes, sender: int) -> Record:
+        payload = frame.unpack(buffer, ADDRESS, sender).tobytes()
+        if len(payload) < RECORD.size:
+            raise PayloadError(f"the status record from rank {sender} has {len(payload)} bytes, less than {RECORD.size}")
+        return cls(*RECORD.unpack(payload[: RECORD.size]), payload[RECORD.size :].decode(errors="replace"))
+
+
+class Session:
+    """One rank's memory of all buckets, and the step that is going on.
+
+    In a step, a driver calls `start` for every bucket, exchanges `record`, calls `agree`, then `advance` with each reply
+    as long as the step goes on, and `finish`.
+
+    Args:
+        reducer: the method.
+        layouts: of the buckets; equal on all ranks.
+        group: who takes part.
+        facts: what else the ranks must agree on, by name, as text.
+    """
+
+    def __init__(self, reducer: Reducer, layouts: Sequence[Layout], group: Group, facts: Mapping[str, str] | None = None):
+        self.reducer, self.layouts, self.group = reducer, list(layouts), group
+        self.states: list[State] = [reducer.init(layout, group) for layout in self.layouts]
+        self.facts = {**_facts(reducer, self.layouts, group), **(facts or {})}
+        self.committed = 0  # steps, and the number of the step that is going on
+        self.abandoned = 0  # steps
+        self.last, self.total = traffic.Traffic(), traffic.Traffic()
+        self.metrics: dict[str, float] = {}
+        self.seconds = dict.fromkeys(("encode", "wait", "decode"), 0.0)
+        self._unreported: BaseException | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._finite = True
+        self._failure: BaseException | None = self._unreported
+        self._verdict: bool | CompressionError = False
+        self._runs: dict[int, _Run] = {}
+        self._sent = traffic.Traffic()
+
+    def handshake(self) -> Bytes:
+        """The record of before the first step: all that the ranks must agree on, or this rank's failure."""
+        return self._record(OK, json.dumps(self.facts))
+
+    def check_handshake(self, records: Sequence[Bytes]) -> None:
+        """Reads the first record of every rank.
+
+        Raises:
+            MismatchError: two ranks differ; the message says in what.
+            CompressionError: a rank failed before it could agree.
+        """
+        self._failure = None
+        texts = [record.text for record in self._read(records)]
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise MismatchError(_difference(json.loads(texts[0]), json.loads(text), rank))
+
+    def fail(self, error: BaseException) -> None:
+        """Takes note that this rank cannot go on with the step: every rank will be told, and raise."""
+        self._failure = self._failure or error
+
+    def check_finite(self, finite: bool) -> None:
+        """Takes note of a tensor of the step that is in no bucket."""
+        self._finite &= finite
+
+    def count(self, sent: traffic.Traffic) -> None:
+        """Counts bytes of the step that are in no bucket."""
+        self._sent += sent
+
+    def start(self, bucket: int, grad: Array, lr: float | None = None) -> Collective:
+        """Begins with a bucket: its gradient on this rank is there. Returns its first collective."""
+        began = time.perf_counter()
+        if not kernels.all_finite(grad):
+            self._finite, grad = False, kernels.zeros(grad.size)
+        layout, state = self.layouts[bucket], self.states[bucket]
+        reduction = self.reducer.reduce(grad, state, Step(self.committed, lr))
+        self._runs[bucket] = _Run(reduction, self.reducer.stages(layout, self.group), lr)
+        request = self._resume(bucket, None)
+        self.seconds["encode"] += time.perf_counter() - began
+        assert request is not None, f"{self.reducer} asked for no collective"
+        return request
+
+    def record(self) -> Bytes:
+        """How this rank stands, when every bucket is started."""
+        return self._record(OK if self._finite else NONFINITE)
+
+    def agree(self, records: Sequence[Bytes]) -> bool:
+        """Reads every rank's record: does the step go on? If not, replies that are under way must still be awaited."""
+        try:
+            self._verdict = all(record.status == OK for record in self._read(records))
+        except CompressionError as error:
+            self._verdict = error
+        return self._verdict is True
+
+    def advance(self, bucket: int, reply: Any) -> Collective | None:
+        """Takes the reply to a bucket's collective. Returns its next collective, None after the last one."""
+        began = time.perf_counter()
+        request = self._resume(bucket, reply)
+        self.seconds["decode"] += time.perf_counter() - began
+        return request
+
+    def finish(self) -> list[Array] | None:
+        """Ends the step, for all buckets or for none.
+
+        Returns:
+            The mean of each bucket, float32[layout.size]; None if the step was abandoned since a gradient, or a mean,
+            was not finite on some rank.
+
+        Raises:
+            CompressionError: a rank failed.
+        """
+        runs, verdict, failure = self._runs, self._verdict, self._failure
+        self.last, self.total = self._sent, self.total + self._sent
+        self._begin()
+        outcomes = [runs[bucket].outcome for bucket in sorted(runs)]
+        if isinstance(verdict, CompressionError) or failure is not None:
+            self.abandoned += 1
+            if isinstance(verdict, CompressionError):
+                raise verdict from failure
+            raise _as_compression_error(failure, self.group.rank) from failure
+        # A mean is the same on every rank, and so is what follows from it.
+        if not verdict or not all(outcome is not None and kernels.all_finite(outcome.mean) for outcome in outcomes):
+            self.abandoned += 1
+            return None
+        self.states = [outcome.state for outcome in outcomes]
+        self.committed += 1
+        self.metrics = self._averaged([outcome.metrics for outcome in outcomes])
+        paper = traffic.Traffic(paper=sum(outcome.paper_bytes for outcome in outcomes))
+        self.last, self.total = self.last + paper, self.total + paper
+        return [outcome.mean for outcome in outcomes]
+
+    def _resume(self, bucket: int, reply: Any) -> Collective | None:
+        run = self._runs[bucket]
+        if reply is not None:
+            self._sent += traffic.exchanged(run.request, reply, self.group.rank, self.group.size)
+        run.stage += 1
+        request = None
+        if self._failure is None:
+            try:
+                request = run.reduction.send(reply)
+            except StopIteration as stop:
+                run.outcome = stop.value
+            except Exception as error:  # whatever it is, the peers are owed an answer
+                self._failure = error
+                last = run.stage == len(run.stages)
+                self._unreported = error if last and not isinstance(error, frame.Excused) else None
+        if self._failure is not None and run.stage < len(run.stages):
+            request = self._substitute(bucket, run.stages[run.stage])
+        run.request = request
+        return request
+
+    def _substitute(self, bucket: int, stage: Any) -> Collective:
+        """A collective that keeps the peers from waiting when this rank has nothing to give, and tells them."""
+        if stage.kind is AllReduce:
+            return AllReduce(np.full(stage.length, np.nan, stage.dtype), "sum")
+        excuse = frame.excuse(bucket, self.committed, _message(self._failure))
+        return AllGather(excuse) if stage.kind is AllGather else AllToAll([excuse] * self.group.size)
+
+    def _record(self, status: int, text: str = "") -> Bytes:
+        if self._failure is not None:
+            status, text, self._unreported = ERROR, _message(self._failure), None
+        rates = {bucket: run.lr for bucket, run in sorted(self._runs.items()) if run.lr is not None}
+        digest = hashlib.sha256(json.dumps([self.facts, rates]).encode()).digest()[:8]
+        return Record(status, self.committed, digest, text).pack()
+
+    def _read(self, buffers: Sequence[Bytes]) -> list[Record]:
+        own = buffers[self.group.rank]
+        self._sent += traffic.exchanged(AllGather(own), list(buffers), self.group.rank, self.group.size)
+        records = [Record.unpack(buffer, rank) for rank, buffer in enumerate(buffers)]
+        failures = [f"rank {rank}: {r.text}" for rank, r in enumerate(records) if r.status == ERROR]
+        if failures:
+            raise CompressionError("; ".join(failures))
+        for rank, record in enumerate(records):
+            if record.step != records[0].step:
+                raise MismatchError(
+                    f"rank {rank} has finished {record.step} steps and rank 0 {records[0].step}: a rank has lost a step "
+                    "after an error; go on from a checkpoint"
+                )
+            if record.digest != records[0].digest and not record.text:
+                raise MismatchError(f"ranks 0 and {rank} no longer agree on the options, the tensors or the learning rate")
+        return records
+
+    def _averaged(self, metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        sizes = [max(1, layout.size) for layout in self.layouts]
+        names = metrics[0] if metrics else ()
+        return {name: sum(m[name] * n for m, n in zip(metrics, sizes)) / sum(sizes) for name in names}
+
+
+class _Run:
+    """A bucket's reduction in the step that is going on."""
+
+    def __init__(self, reduction: Reduction, stages: Sequence[Any], lr: float | None):
+        self.reduction, self.stages, self.lr = reduction, stages, lr
+        self.stage = -1
+        self.request: Any = None
+        self.outcome: Outcome | None = None
+
+
+def _facts(reducer: Reducer, layouts: Sequence[Layout], group: Group) -> dict[str, str]:
+    facts = {
+        "version": __version__,
+        "method": repr(reducer),
+        "seed": str(group.seed),
+        "number of ranks": str(group.size),
+        "buckets": str([layout.size for layout in layouts]),
+    }
+    for layout in layouts:
+        for name, shape in zip(layout.names, layout.shapes):
+            facts[f"tensor {name}"] = f"{list(shape)} in bucket {layout.bucket}"
+    return facts
+
+
+def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    shown = "; ".join(f"{name}: {first.get(name, 'nothing')} and {other.get(name, 'nothing')}" for name in names[:3])
+    more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"ranks 0 and {rank} differ in {shown or 'the order of their tensors'}{more}: every rank must be given the same"
+
+
+def _message(error: BaseException | None) -> str:
+    return str(error) if isinstance(error, CompressionError) else f"{type(error).__name__}: {error}"
+
+
+def _as_compression_error(error: BaseException | None, rank: int) -> CompressionError:
+    return error if isinstance(error, CompressionError) else CompressionError(f"rank {rank}: {_message(error)}")

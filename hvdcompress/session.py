@@ -52,6 +52,26 @@ class Record(NamedTuple):
         return cls(*RECORD.unpack(payload[: RECORD.size]), payload[RECORD.size :].decode(errors="replace"))
 
 
+class Stats(NamedTuple):
+    """What a rank's session has done so far.
+
+    Attributes:
+        steps, abandoned: steps that were committed, and steps that left no trace since a gradient was not finite or a
+            rank failed.
+        last, total: bytes of the last step, and of all.
+        seconds: spent in all to encode, to wait for collectives, to decode.
+        metrics: figures of the last committed step by their names in the method, averaged over the buckets by size;
+            of DORE, the noise of each compression relative to ||gradient||^2 and the shares of non-zeros.
+    """
+
+    steps: int = 0
+    abandoned: int = 0
+    last: traffic.Traffic = traffic.Traffic()
+    total: traffic.Traffic = traffic.Traffic()
+    seconds: Mapping[str, float] = {}
+    metrics: Mapping[str, float] = {}
+
+
 class Session:
     """One rank's memory of all buckets, and the step that is going on.
 
@@ -84,6 +104,36 @@ class Session:
         self._runs: dict[int, _Run] = {}
         self._sent = traffic.Traffic()
 
+    def stats(self) -> Stats:
+        return Stats(self.committed, self.abandoned, self.last, self.total, dict(self.seconds), dict(self.metrics))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory of this rank: numbers, strings and, under "arrays", NumPy arrays by "<bucket>.<name>"."""
+        arrays = {f"{bucket}.{name}": a for bucket, state in enumerate(self.states) for name, a in state.arrays.items()}
+        return {"step": self.committed, "rank": self.group.rank, "facts": dict(self.facts), "arrays": arrays}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a memory from `state_dict`, of the same rank of the same training.
+
+        Raises:
+            CompressionError: it is of another method, model, rank or number of ranks, or incomplete; nothing is changed.
+        """
+        if not {"step", "rank", "facts", "arrays"} <= set(state):
+            raise CompressionError(f"this is no memory of a compressor: it has {sorted(state)}")
+        if state["facts"] != self.facts:
+            raise CompressionError(f"the saved memory is of another training: {_difference(state['facts'], self.facts)}")
+        if state["rank"] != self.group.rank:
+            raise CompressionError(f"the saved memory is of rank {state['rank']}, this is rank {self.group.rank}: each rank loads its own")
+        own, arrays = self.state_dict()["arrays"], state["arrays"]
+        for name, array in own.items():
+            if name not in arrays or arrays[name].shape != array.shape or arrays[name].dtype != array.dtype:
+                raise CompressionError(f"the saved memory has no {name} of {array.dtype}{list(array.shape)}")
+        self.committed = int(state["step"])
+        self.states = [
+            bucket._replace(arrays={name: arrays[f"{number}.{name}"].copy() for name in bucket.arrays})
+            for number, bucket in enumerate(self.states)
+        ]
+
     def handshake(self) -> Bytes:
         """The record of before the first step: all that the ranks must agree on, or this rank's failure."""
         return self._record(OK, json.dumps(self.facts))
@@ -99,7 +149,8 @@ class Session:
         texts = [record.text for record in self._read(records)]
         for rank, text in enumerate(texts):
             if text != texts[0]:
-                raise MismatchError(_difference(json.loads(texts[0]), json.loads(text), rank))
+                difference = _difference(json.loads(texts[0]), json.loads(text))
+                raise MismatchError(f"ranks 0 and {rank} differ in {difference}: give every rank the same")
 
     def fail(self, error: BaseException) -> None:
         """Takes note that this rank cannot go on with the step: every rank will be told, and raise."""
@@ -256,11 +307,10 @@ def _facts(reducer: Reducer, layouts: Sequence[Layout], group: Group) -> dict[st
     return facts
 
 
-def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
+def _difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     shown = "; ".join(f"{name}: {first.get(name, 'nothing')} and {other.get(name, 'nothing')}" for name in names[:3])
-    more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"ranks 0 and {rank} differ in {shown or 'the order of their tensors'}{more}: every rank must be given the same"
+    return (shown or "the order of their tensors") + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _message(error: BaseException | None) -> str:

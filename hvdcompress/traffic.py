@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .core import AllGather, AllReduce, AllToAll, Collective
 
 
-@dataclass
+@dataclass(frozen=True)
 class Traffic:
     """Bytes of one rank.
 

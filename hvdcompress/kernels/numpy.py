@@ -7,6 +7,8 @@ memories must not depend on it.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +18,7 @@ from .random import block_keys, uniforms
 
 TINY = np.float32(2.0**-126)  # the smallest normal float32
 LARGEST = np.finfo(np.float32).max
-CHUNK = 1 << 16  # elements worked on at a time, so that temporaries stay in the cache
+CHUNK = 1 << 14  # elements worked on at a time, so that temporaries stay in the cache
 
 TERNARY_RUN = 16  # blocks that share one base octave when scales are bytes
 STEPS = 8  # scales an octave when scales are bytes
@@ -40,19 +42,23 @@ def sum_of_squares(x: Array) -> float:
 
 def weighted_sum(*terms: tuple[float, Array]) -> Array:
     """float32[n]: the sum of factor * vector over the terms, in their order."""
-    total = None
+    total = np.empty_like(terms[0][1])
     with np.errstate(over="ignore", invalid="ignore"):
-        for factor, x in terms:
-            term = _flushed(x)
-            if factor != 1.0:
-                term = _flush(np.float32(factor) * term)
-            total = term if total is None else _flush(total + term)
+        for part in _chunks(total.size):
+            for i, (factor, x) in enumerate(terms):
+                term = _flush(x[part].copy())
+                if factor != 1.0:
+                    term = _flush(np.multiply(term, np.float32(factor), out=term))
+                total[part] = term if i == 0 else _flush(np.add(total[part], term, out=term))
     return total
 
 
 def divide(x: Array, n: int) -> Array:
     """float32[n]: x / n, rounded once."""
-    return _flush(_flushed(x) / np.float32(n))
+    quotient = np.empty_like(x)
+    for part in _chunks(x.size):
+        quotient[part] = _flush(_flush(x[part].copy()) / np.float32(n))
+    return quotient
 
 
 def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool) -> Bytes:
@@ -109,7 +115,7 @@ def ternary_decode_add(payload: Bytes, out: Array, block: int, factor: float, by
     head, bits = _scale_bytes(blocks, byte_scales), -(-n // 8)
     if payload.size < head + bits:
         raise PayloadError(f"a ternary payload of {n} elements has at least {head + bits} bytes, not {payload.size}")
-    mask = np.unpackbits(payload[head : head + bits], bitorder="little")
+    mask = np.unpackbits(payload[head : head + bits], bitorder="little").view(bool)
     if mask[n:].any():
         raise PayloadError(f"a ternary payload marks elements after its {n}th")
     where = np.flatnonzero(mask)
@@ -122,7 +128,7 @@ def ternary_decode_add(payload: Bytes, out: Array, block: int, factor: float, by
     with np.errstate(over="ignore", invalid="ignore"):
         steps = _flush(np.float32(factor) * _decode_scales(payload[:head], blocks, byte_scales))[where // block]
         np.negative(steps, out=steps, where=negative.astype(bool))
-        out[where] = _flush(_flushed(out[where]) + steps)
+        out[where] = _flush(_flush(out[where]) + steps)
     return where.size
 
 
@@ -138,14 +144,14 @@ def ternary_noise(x: Array, block: int, byte_scales: bool) -> float:
     return max(0.0, float(sums.astype(np.float64) @ scales.astype(np.float64)) - sum_of_squares(x))
 
 
+def _chunks(n: int) -> Iterator[slice]:
+    return (slice(start, start + CHUNK) for start in range(0, n, CHUNK))
+
+
 def _flush(x: Array) -> Array:
     """Makes subnormal numbers and -0 to +0, in place."""
     x[np.abs(x) < TINY] = 0
     return x
-
-
-def _flushed(x: Array) -> Array:
-    return np.where(np.abs(x) < TINY, np.float32(0), x)
 
 
 def _rows(x: Array, block: int) -> Array:
@@ -204,7 +210,7 @@ def _byte_scales(maxima: Array) -> Bytes:
 
 def _decode_scales(coded: Bytes, blocks: int, byte_scales: bool) -> Array:
     if not byte_scales:
-        return _flushed(np.ascontiguousarray(coded).view("<f4").astype(np.float32, copy=False))
+        return _flush(np.ascontiguousarray(coded).view("<f4").astype(np.float32))
     runs = -(-blocks // TERNARY_RUN)
     heads, codes = np.repeat(coded[:runs], TERNARY_RUN)[:blocks], coded[runs:].astype(np.int64)
     eighths = (heads.astype(np.int64) - 127) * STEPS + codes - 255

@@ -159,13 +159,12 @@ class Dore:
         residual = kernels.weighted_sum((1.0, estimate), (fed_back, arrays["e"]))
 
         key = kernels.derive_key(group.seed, step.number, DOWNLINK, 0, layout.bucket)
-        code, decoded = down.pack(residual, key, part.start), kernels.zeros(part.size)
+        code, e = down.pack(residual, key, part.start), residual.copy()
         metrics = {
             "uplink_density": density,
-            "downlink_density": down.add(code, group.rank, decoded),
+            "downlink_density": down.add(code, group.rank, e, -1.0),
             "downlink_noise": _relative(down.codec.noise(residual), estimate),
         }
-        e = kernels.weighted_sum((1.0, residual), (-1.0, decoded))
         return code, {"copies": copies, "e": e, **lr}, metrics
 
     def _feedback(self, arrays: dict[str, Array], step: Step) -> tuple[float, dict[str, Array]]:

@@ -1,0 +1,65 @@
+"""Executes collectives with Horovod's PyTorch operations, under names of the compressor's own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from .. import frame
+from ..core import AllReduce, AllToAll, Collective
+from ..errors import CompressionError
+
+
+class Handle(NamedTuple):
+    request: Collective
+    number: int  # Horovod's
+    buffers: tuple[torch.Tensor, ...]  # what Horovod reads from until the collective is done
+
+
+class Transport:
+    """Collectives over a process set.
+
+    Args:
+        prefix: of the names, the same on all ranks and no other compressor's.
+        process_set: who takes part.
+    """
+
+    def __init__(self, prefix: str, process_set: Any):
+        self._prefix, self._set = prefix, process_set
+
+    def submit(self, request: Collective, name: str) -> Handle:
+        where: dict[str, Any] = {"name": f"{self._prefix}.{name}", "process_set": self._set}
+        if isinstance(request, AllReduce):
+            array = torch.from_numpy(request.array)
+            operation = {"sum": hvd.Sum, "max": hvd.Max}[request.op]
+            return Handle(request, hvd.allreduce_async(array, op=operation, **where), (array,))
+        if isinstance(request, AllToAll):
+            sent = torch.from_numpy(np.concatenate(request.payloads))
+            splits = torch.tensor([p.size for p in request.payloads], dtype=torch.int32)
+            return Handle(request, hvd.alltoall_async(sent, splits, **where), (sent, splits))
+        payload = torch.from_numpy(request.payload)
+        return Handle(request, hvd.allgather_async(payload, **where), (payload,))
+
+    def done(self, handle: Handle) -> bool:
+        """True if `wait` would not block."""
+        return bool(hvd.poll(handle.number))
+
+    def wait(self, handle: Handle) -> Any:
+        try:
+            reply = hvd.synchronize(handle.number)
+        except hvd.HorovodInternalError as error:
+            if "Join" in str(error):
+                raise CompressionError(
+                    "a rank has called hvd.join(), which Horovod does not combine with what compression exchanges: pad the "
+                    "data, or stop all ranks after the same number of steps"
+                ) from error
+            raise
+        if isinstance(handle.request, AllReduce):
+            return reply.numpy()
+        if isinstance(handle.request, AllToAll):
+            received, sizes = reply
+            return np.split(received.numpy(), np.cumsum(sizes.numpy())[:-1])
+        return frame.split(reply.numpy(), self._set.size())

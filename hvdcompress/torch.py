@@ -1,0 +1,409 @@
+"""PyTorch: compressors for the `compression=` argument of Horovod's `DistributedOptimizer`.
+
+    import horovod.torch as hvd
+    import hvdcompress.torch as hvc
+
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
+                                         compression=hvc.Compression.dore(model))
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Union
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from . import traffic
+from .core import AllGather, Array, Group, Layout, Reducer
+from .drivers import blocking
+from .drivers.torch import Handle, Transport
+from .errors import CompressionError, MismatchError, PayloadError
+from .reducers import make, methods
+from .session import Session, Stats
+
+__all__ = ["Compression", "CompressionError", "Compressor", "MismatchError", "PayloadError"]
+
+HANDSHAKE_SECONDS = 20.0  # HVDCOMPRESS_HANDSHAKE_SECONDS
+
+Parameters = Union[torch.nn.Module, Iterable[tuple[str, torch.nn.Parameter]]]
+
+_instances: dict[Any, Iterator[int]] = defaultdict(itertools.count)  # of compressors, by process set
+
+
+class _Tensor(NamedTuple):
+    """A bound parameter, and where its gradient goes: a bucket, or None for dense."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    bucket: int | None
+
+
+class _Context(NamedTuple):
+    """What `decompress` must know of a gradient."""
+
+    tensor: _Tensor
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Compressor:
+    """Compresses the gradients of a model's parameters, as Horovod's `compression=`.
+
+    Large gradients are gathered into buckets, in reverse order of the parameters, and averaged by the method under
+    names of the compressor's own, as soon as a bucket is full; Horovod is given a token in their place. Small ones go
+    through Horovod as they are.
+
+    Args:
+        parameters: the model, or pairs of name and parameter as `named_parameters()` gives them.
+        method: how to average.
+        process_set: the one that the optimizer was given, if any.
+        bucket_mb: size of a bucket, in MiB of float32.
+        dense_below: tensors of fewer elements, or of one dimension or none, are not compressed.
+        seed: of the random draws, the same on all ranks.
+        unbound: "error" or "dense": what to do with a tensor that is no gradient of `parameters`.
+        optimizer: whose learning rates a method with `rescale` goes by; then no bucket holds two parameter groups.
+
+    Raises:
+        ValueError: an option is out of its range, or there is nothing to compress.
+
+    While training, on every rank alike:
+        CompressionError: a rank failed, the ranks do not agree, or Horovod was told to combine the gradients in a way
+            that compression does not support. The message says which, and what to do.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        method: Reducer,
+        *,
+        process_set: Any = None,
+        bucket_mb: float = 4.0,
+        dense_below: int = 1000,
+        seed: int = 0,
+        unbound: str = "error",
+        optimizer: torch.optim.Optimizer | None = None,
+    ):
+        if unbound not in ("error", "dense"):
+            raise ValueError(f"unbound must be 'error' or 'dense', not {unbound!r}")
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
+        if getattr(method, "rescale", False) and optimizer is None:
+            raise ValueError("rescale=True goes by the learning rates: give the optimizer as well, optimizer=...")
+        self.method = method
+        self._set = process_set or hvd.global_process_set
+        self._seed, self._unbound, self._optimizer = seed, unbound, optimizer
+        named = parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self._tensors, self._layouts = self._bind(trained, bucket_mb, dense_below)
+        self._flat = [np.zeros(layout.size, np.float32) for layout in self._layouts]
+        set_of = tuple(self._set.ranks or ()) if process_set else "global"
+        self._transport = Transport(f"hvdcompress.{next(_instances[set_of])}", self._set)
+        self._session: Session | None = None
+        self._greeting: Handle | None = None
+        self._to_load: Mapping[str, Any] | None = None
+        self._order: list[int] = []  # in which the gradients of the last step came
+        self._begin_step()
+
+    # Horovod's Compressor API
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Takes a gradient; returns what Horovod is to allreduce in its place, and a context for `decompress`."""
+        if self._ended:
+            self._begin_step()
+        try:
+            index = self._index_of(tensor)
+        except CompressionError as error:
+            if self._unbound == "dense" and not isinstance(error, _Refused):
+                return tensor, None
+            self._connect(error)
+            return self._token(), None
+        session = self._connect()
+        self._arrived.append(index)
+        bound = self._tensors[index]
+        handed = self._take(bound, tensor, session)
+        if bound.bucket is not None:
+            self._missing[bound.bucket] -= 1
+            if not self._missing[bound.bucket] and self._greeting is None:
+                self._start(bound.bucket, session)
+        if len(self._arrived) == len(self._tensors) and self._greeting is None:
+            self._status = self._transport.submit(AllGather(session.record()), "status")
+        return handed, _Context(bound, tensor.dtype, tensor.device)
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Takes what Horovod made of `compress`'s tensor; returns the averaged gradient, in storage of its own.
+
+        The first call in a step brings the whole step to its end.
+        """
+        if ctx is None:
+            return tensor
+        factor = self._factor(tensor[-2:].tolist())
+        if not self._ended:
+            self._end_step()
+        bound, dtype, device = ctx
+        shape = bound.parameter.shape
+        if self._means is None:
+            return torch.full(shape, float("nan"), dtype=dtype, device=device)
+        if bound.bucket is None:
+            return tensor[:-2].to(dtype, copy=True).view(shape)
+        mean = self._means[bound.bucket][self._layouts[bound.bucket].slices[bound.name]]
+        return torch.tensor(mean).mul_(factor).to(device, dtype).view(shape)
+
+    # What a user sees
+
+    def stats(self) -> Stats:
+        """Bytes, seconds and noise, of the last step and in all; all zero where Horovod had nothing to exchange."""
+        return self._session.stats() if self._session else Stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's memory, as arrays (torch tensors), numbers and strings. Each rank must keep its own."""
+        if self._session is None:
+            return dict(self._to_load or {})
+        state = self._session.state_dict()
+        return {**state, "arrays": {name: torch.from_numpy(array.copy()) for name, array in state["arrays"].items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a memory from `state_dict`. Before the first step it is kept until the ranks have met.
+
+        Raises:
+            CompressionError: it is of another method, model, rank or number of ranks.
+        """
+        if not state:
+            return
+        arrays = {name: np.asarray(array) for name, array in state["arrays"].items()}
+        if self._session is None:
+            self._to_load = {**state, "arrays": arrays}
+        else:
+            self._session.load_state_dict({**state, "arrays": arrays})
+
+    # Binding
+
+    def _bind(
+        self, named: list[tuple[str, torch.nn.Parameter]], bucket_mb: float, dense_below: int
+    ) -> tuple[list[_Tensor], list[Layout]]:
+        if not named:
+            raise ValueError("there is no parameter that requires a gradient")
+        tensors: list[_Tensor] = []
+        members: list[list[tuple[str, torch.Size]]] = []
+        room, last_group = 0.0, None
+        for name, parameter in reversed(named):
+            if parameter.is_complex():
+                raise ValueError(f"parameter {name!r} is complex, which compression does not support")
+            if parameter.dim() < 2 or parameter.numel() < dense_below:
+                tensors.append(_Tensor(name, parameter, None))
+                continue
+            group = self._lr_group(parameter)
+            if room <= 0 or group is not last_group:
+                members.append([])
+                room = bucket_mb * 2**20
+            members[-1].append((name, parameter.shape))
+            room, last_group = room - 4 * parameter.numel(), group
+            tensors.append(_Tensor(name, parameter, len(members) - 1))
+        return tensors, [Layout.of(bucket, number) for number, bucket in enumerate(members)]
+
+    def _lr_group(self, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
+        for group in self._optimizer.param_groups if self._optimizer else ():
+            if any(parameter is member for member in group["params"]):
+                return group
+        return None
+
+    def _index_of(self, tensor: torch.Tensor) -> int:
+        """Which parameter's gradient this is. Horovod gives no name, and a gradient's address changes every step."""
+        place = len(self._arrived)
+        if place < len(self._order) and self._tensors[self._order[place]].parameter.grad is tensor:
+            return self._checked(self._order[place])
+        for index, bound in enumerate(self._tensors):
+            if bound.parameter.grad is tensor:
+                return self._checked(index)
+            if bound.parameter is tensor:
+                raise _Refused("op=hvd.Adasum is not supported: it combines parameters, not gradients; use hvd.Average or hvd.Sum")
+        return self._checked(self._index_of_densified(tensor))
+
+    def _index_of_densified(self, tensor: torch.Tensor) -> int:
+        """The same for a sparse gradient of which Horovod made a dense copy, as `sparse_as_dense` asks."""
+        sparse = [
+            index
+            for index, bound in enumerate(self._tensors)
+            if index not in self._arrived and (grad := bound.parameter.grad) is not None and grad.is_sparse and grad.shape == tensor.shape
+        ]
+        if len(sparse) > 1:  # two embeddings of one shape: only their content tells them apart
+            sparse = [i for i in sparse if torch.equal(self._tensors[i].parameter.grad.to_dense(), tensor)]  # type: ignore[union-attr]
+        if not sparse:
+            raise CompressionError(
+                f"a gradient of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} belongs to none of the "
+                f"{len(self._tensors)} parameters that the compressor was given: give it the whole model, all of whose "
+                "trained parameters require a gradient by then, or unbound='dense'"
+            )
+        return sparse[0]
+
+    def _checked(self, index: int) -> int:
+        if index in self._arrived:  # a backward pass was given up: the gradients come anew
+            self._begin_step()
+        return index
+
+    # A step
+
+    def _begin_step(self) -> None:
+        self._arrived: list[int] = []
+        self._missing = [len(layout.names) for layout in self._layouts]
+        self._pending: dict[int, Handle] = {}
+        self._status: Handle | None = None
+        self._means: list[Array] | None = None
+        self._ended = False
+
+    def _connect(self, error: CompressionError | None = None) -> Session:
+        """The session; the first call makes it, and meets the other ranks.
+
+        It waits for them, but not for ever: a rank that was given no compressor never comes, and goes on to submit its
+        gradients under the names of our tokens. Then so do we, and Horovod says that they do not fit.
+        """
+        if self._session is None:
+            group = Group(self._set.rank(), self._set.size(), self._seed)
+            session = Session(self.method, self._layouts, group, self._facts())
+            try:
+                if self._to_load is not None:
+                    session.load_state_dict(self._to_load)
+            except CompressionError as failure:
+                error = error or failure
+            if error is not None:
+                session.fail(error)
+            greeting = self._transport.submit(AllGather(session.handshake()), "status")
+            patience = float(os.environ.get("HVDCOMPRESS_HANDSHAKE_SECONDS", HANDSHAKE_SECONDS))
+            deadline = time.monotonic() + patience
+            while not self._transport.done(greeting) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if self._transport.done(greeting):
+                session.check_handshake(self._transport.wait(greeting))
+            else:
+                warnings.warn(
+                    f"some rank has not begun to train with compression for {patience:g} s: is the same compression= given "
+                    "on every rank, and the process set to both the optimizer and the compressor?",
+                    stacklevel=2,
+                )
+                self._greeting = greeting
+            self._session = session
+        elif error is not None:
+            self._session.fail(error)
+        return self._session
+
+    def _take(self, bound: _Tensor, tensor: torch.Tensor, session: Session) -> torch.Tensor:
+        """Puts a gradient into its bucket, or beside a token; returns what Horovod is to allreduce."""
+        size = session.group.size
+        handed = self._token()
+        session.count(traffic.dense(tensor.numel() * tensor.element_size(), size))
+        if bound.bucket is None:
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            session.check_finite(bool(torch.isfinite(tensor).all()))
+            handed = torch.cat([tensor.detach().reshape(-1).to(wide), handed.to(tensor.device, wide)])
+        else:
+            where = self._layouts[bound.bucket].slices[bound.name]
+            torch.from_numpy(self._flat[bound.bucket])[where].copy_(tensor.detach().reshape(-1))
+        sent = traffic.allreduced(handed.numel() * handed.element_size(), size)
+        session.count(sent)
+        if bound.bucket is None:
+            session.count(traffic.Traffic(paper=2 * (sent.payload - 2 * handed.element_size())))
+        return handed
+
+    def _start(self, bucket: int, session: Session) -> None:
+        lr = None
+        if self._optimizer is not None:
+            first = next(bound.parameter for bound in self._tensors if bound.bucket == bucket)
+            group = self._lr_group(first)
+            lr = float(group["lr"]) if group else None
+        request = session.start(bucket, self._flat[bucket], lr)
+        self._pending[bucket] = self._transport.submit(request, blocking.name(bucket, 0))
+
+    def _end_step(self) -> None:
+        session = self._session
+        assert session is not None
+        if self._greeting is not None:
+            greeting, self._greeting = self._greeting, None
+            session.check_handshake(self._transport.wait(greeting))
+        lost = sorted(set(range(len(self._tensors))) - set(self._arrived))
+        if lost:
+            session.fail(
+                CompressionError(
+                    f"parameter {self._tensors[lost[0]].name!r} was given to the compressor but no gradient of it came: give "
+                    f"the compressor only what the optimizer trains ({len(lost)} of {len(self._tensors)} are missing)"
+                )
+            )
+        for bucket in range(len(self._layouts)):
+            if bucket not in self._pending:
+                self._start(bucket, session)
+        if self._status is None:
+            self._status = self._transport.submit(AllGather(session.record()), "status")
+        self._order, self._ended = self._arrived, True
+        self._means = blocking.wind_up(session, self._transport, self._pending, self._status)
+
+    # The token
+
+    def _token(self) -> torch.Tensor:
+        """float32[2] that Horovod allreduces: its outcome tells what was done to it, and among whom."""
+        return torch.tensor([1.0, (self._set.rank() + 1) ** 2])
+
+    def _factor(self, token: list[float]) -> float:
+        """What Horovod multiplied the mean by: 1 for Average, the number of ranks for Sum."""
+        factor, size = token[0], self._set.size()
+        mean_square = (size + 1) * (2 * size + 1) / 6
+        if not (factor > 0 and abs(token[1] - factor * mean_square) <= 1e-3 * factor * mean_square):
+            raise CompressionError(
+                f"Horovod made {token} of what should be in the proportion 1 to {mean_square:g}: use op=hvd.Average or hvd.Sum, "
+                "give the optimizer's process set to the compressor as well, and do not call hvd.join() before all ranks "
+                "have stopped"
+            )
+        return float(round(factor)) if abs(factor - round(factor)) < 1e-5 * factor else factor
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            f"tensor {t.name}": f"{str(t.parameter.dtype).removeprefix('torch.')}{list(t.parameter.shape)}, "
+            + ("dense" if t.bucket is None else f"in bucket {t.bucket}")
+            for t in self._tensors
+        }
+
+
+class _Refused(CompressionError):
+    """An input that is not a matter of binding."""
+
+
+class _Methods(type):
+    """Offers every method of the registry as `Compression.<name>(parameters, **options)`."""
+
+    def __getattr__(cls, name: str) -> Callable[..., Compressor]:
+        if name not in methods:
+            raise AttributeError(f"there is no compression {name!r}; there are {', '.join(['none', 'fp16', *sorted(methods)])}")
+
+        adapter = inspect.signature(Compressor).parameters
+
+        def compression(parameters: Parameters, **options: Any) -> Compressor:
+            own = {key: options.pop(key) for key in list(options) if key in adapter}
+            return Compressor(parameters, make(name, **options), **own)
+
+        compression.__name__ = name
+        compression.__doc__ = f"A `Compressor` with this method; its options may be given too.\n\n{methods[name].__doc__}"
+        first = adapter["parameters"]
+        options = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(methods[name]).parameters.values()]
+        further = [p for p in adapter.values() if p.kind is p.KEYWORD_ONLY]
+        compression.__signature__ = inspect.Signature([first, *options, *further])  # type: ignore[attr-defined]
+        return compression
+
+    def __dir__(cls) -> list[str]:
+        return ["none", "fp16", *sorted(methods)]
+
+
+class Compression(metaclass=_Methods):
+    """What may be given as `compression=`: `none` and `fp16` are Horovod's own, the others are this project's methods.
+
+    `Compression.dore(model, block=64, scales="byte")`: the first argument is the model or its named parameters; options
+    of the method and of `Compressor` follow by name.
+    """
+
+    none = hvd.Compression.none
+    fp16 = hvd.Compression.fp16

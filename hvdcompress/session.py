@@ -214,7 +214,9 @@ class Session:
             self.abandoned += 1
             if isinstance(verdict, CompressionError):
                 raise verdict from failure
-            raise _as_compression_error(failure, self.group.rank) from failure
+            # The same class and text for the rank that failed and for those who are told of it.
+            told = str(failure) if isinstance(failure, frame.Excused) else f"rank {self.group.rank}: {_message(failure)}"
+            raise CompressionError(told) from failure
         # A mean is the same on every rank, and so is what follows from it.
         if not verdict or not all(outcome is not None and kernels.all_finite(outcome.mean) for outcome in outcomes):
             self.abandoned += 1
@@ -316,6 +318,3 @@ def _difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:
 def _message(error: BaseException | None) -> str:
     return str(error) if isinstance(error, CompressionError) else f"{type(error).__name__}: {error}"
 
-
-def _as_compression_error(error: BaseException | None, rank: int) -> CompressionError:
-    return error if isinstance(error, CompressionError) else CompressionError(f"rank {rank}: {_message(error)}")

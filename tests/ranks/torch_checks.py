@@ -1,0 +1,523 @@
+"""What must hold of the PyTorch adapter under real Horovod, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from ranks.harness import check, check_of_three, check_of_two, main
+from mpi4py import MPI
+from numpy.testing import assert_allclose, assert_array_equal
+
+import hvdcompress.torch as hvc
+from hvdcompress import CompressionError, Dore
+from hvdcompress.core import AllGather
+from hvdcompress.drivers.mpi import DistributedMean
+from hvdcompress.drivers.simulate import Simulation
+
+RANK, SIZE = 0, 1  # set when Horovod is
+
+
+class Given(torch.nn.Module):
+    """Parameters whose gradients are whatever the test says."""
+
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes)
+
+    def loss(self, grads: list[torch.Tensor], order: list[int] | None = None) -> torch.Tensor:
+        order = list(range(len(grads))) if order is None else order
+        return sum((self.weights[i] * grads[i]).sum() for i in order)
+
+
+SHAPES = [(40, 50), (7,), (3, 5, 7, 11), (30, 40), ()]  # with dense_below=1000 the first, third and fourth are compressed
+
+
+def given_grads(step: int, rank: int, shapes=SHAPES, dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+
+
+def wrap(model: Given, compression, **options) -> torch.optim.Optimizer:
+    options.setdefault("named_parameters", model.named_parameters())
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), compression=compression, **options)
+
+
+def reduce(model: Given, optimizer, grads: list[torch.Tensor], order: list[int] | None = None) -> list[torch.Tensor]:
+    """One step, in the way that Horovod goes: backward with hooks, synchronize, step. Returns the averaged gradients."""
+    optimizer.zero_grad()
+    model.loss(grads, order).backward()
+    optimizer.synchronize()
+    averaged = [p.grad.clone() for p in model.weights]
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    return averaged
+
+
+def reduce_alone(model: Given, compressor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same without Horovod's optimizer, which does nothing where there is one rank."""
+    for p, g in zip(model.weights, grads):
+        p.grad = g.clone()
+    taken = [compressor.compress(p.grad) for p in reversed(model.weights)]
+    reduced = [(hvd.allreduce(token, name=f"alone.{i}"), context) for i, (token, context) in enumerate(taken)]
+    return [compressor.decompress(token, context) for token, context in reversed(reduced)]
+
+
+def forget(optimizer) -> None:
+    """Horovod's optimizer as it is before a step, after one that ended with an error."""
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def same_bits(actual, expected, message: str = "") -> None:
+    for a, e in zip(actual, expected):
+        assert_array_equal(np.atleast_1d(a).view(np.uint8), np.atleast_1d(e).view(np.uint8), message)
+
+
+def memory(compressor) -> dict[str, np.ndarray]:
+    return {name: array.numpy().copy() for name, array in compressor.state_dict()["arrays"].items()}
+
+
+def everyone(value) -> list:
+    return MPI.COMM_WORLD.allgather(value)
+
+
+def raised_everywhere(function, *fragments: str) -> None:
+    """Every rank raises the same class of error, and each message has all of the fragments."""
+    with pytest.raises(CompressionError) as caught:
+        function()
+    for name, message in everyone((type(caught.value).__name__, str(caught.value))):
+        assert name == type(caught.value).__name__, f"{name}: {message}, against {caught.value}"
+        for fragment in fragments:
+            assert fragment in message, message
+
+
+def flattened(layouts, grads: list[torch.Tensor]) -> list[np.ndarray]:
+    """A rank's gradients as its buckets hold them."""
+    return [np.concatenate([grads[_number(name)].numpy().ravel() for name in layout.names]) for layout in layouts]
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+@check
+def simulated_mpi_and_horovod_give_the_same_bits():
+    for exchange, scales, bucket_mb in itertools.product(("allgather", "sharded"), ("float32", "byte"), (0.008, 4)):
+        method, model = Dore(block=32, scales=scales, exchange=exchange), Given(*SHAPES)
+        compressor = hvc.Compressor(model, method, bucket_mb=bucket_mb, seed=5)
+        optimizer, layouts = wrap(model, compressor), compressor._layouts
+        assert len(layouts) == (1 if bucket_mb == 4 else 2), layouts
+        simulation, mpi_mean = Simulation(method, layouts, SIZE, seed=5), DistributedMean(method, MPI.COMM_WORLD, seed=5)
+        for step in range(9):
+            by_rank = [given_grads(step, rank) for rank in range(SIZE)]
+            if step == 3:
+                by_rank[-1][0][1, 2] = float("nan")
+            flat = [flattened(layouts, grads) for grads in by_rank]
+            expected = simulation.step(flat)
+            got = reduce(model, optimizer, by_rank[RANK]) if SIZE > 1 else reduce_alone(model, compressor, by_rank[RANK])
+            where = f"{method}, {len(layouts)} buckets, {SIZE} ranks, step {step}"
+            through_mpi = mpi_mean(flat[RANK]) if len(layouts) == 1 else None  # mpi4py's driver has one bucket
+            if step == 3:
+                assert expected is None, where
+                assert all(torch.isnan(g).all() for g in got), where
+                assert through_mpi is None or np.isnan(through_mpi[0]).all(), where
+                continue
+            same_bits(flattened(layouts, got), expected, where)
+            same_bits(through_mpi or (), expected, f"mpi4py, {where}")
+            for small in (1, 4):
+                mean = sum(g[small].double() for g in by_rank) / SIZE
+                assert_allclose(got[small], mean, rtol=1e-5, atol=1e-7, err_msg=where)
+
+
+@check_of_two
+def a_step_with_a_nan_leaves_no_trace():
+    for culprit, value in ((0, float("nan")), (1, float("inf")), (4, float("-inf")), (3, float("nan"))):
+        models, compressors = [Given(*SHAPES), Given(*SHAPES)], []
+        for model in models:
+            compressors.append(hvc.Compression.dore(model, block=16, bucket_mb=0.008))
+        optimizers = [wrap(m, c) for m, c in zip(models, compressors)]
+        for step in range(6):
+            clean = given_grads(step, RANK)
+            expected = reduce(models[0], optimizers[0], clean)
+            if step == 3:
+                before, spoilt = memory(compressors[1]), given_grads(99, RANK)
+                if RANK == SIZE - 1:
+                    spoilt[culprit].reshape(-1)[0] = value
+                got = reduce(models[1], optimizers[1], spoilt)
+                assert all(torch.isnan(g).all() for g in got), f"tensor {culprit}: {got}"
+                after = memory(compressors[1])
+                assert before.keys() == after.keys()
+                same_bits(after.values(), before.values(), f"tensor {culprit}")
+                assert compressors[1].stats().abandoned == 1
+            got = reduce(models[1], optimizers[1], clean)
+            same_bits(got, expected, f"tensor {culprit}, step {step}")
+
+
+@check_of_two
+def orders_of_arrival_and_unused_parameters_do_not_matter():
+    shapes = [(20 + i, 60) for i in range(12)] + [(5 + i,) for i in range(6)]
+    model = Given(*shapes)
+    compressor = hvc.Compression.dore(model, block=64, bucket_mb=0.01, exchange="sharded")
+    optimizer = wrap(model, compressor)
+    assert len(compressor._layouts) >= 4
+    simulation = Simulation(compressor.method, compressor._layouts, SIZE)
+    for step in range(200):
+        by_rank = []
+        for rank in range(SIZE):
+            chance = random.Random(1000 * step + rank)
+            used = chance.sample(range(len(shapes)), k=chance.randint(1, len(shapes)))
+            by_rank.append((given_grads(step, rank, shapes), used))
+        got = reduce(model, optimizer, *by_rank[RANK])
+        flat = []
+        for grads, used in by_rank:
+            flat.append(flattened(compressor._layouts, [g if i in used else torch.zeros_like(g) for i, g in enumerate(grads)]))
+        same_bits(flattened(compressor._layouts, got), simulation.step(flat), f"step {step}")
+
+
+@check
+def dtypes_and_strides_are_kept():
+    for dtype, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 1.6e-2), (torch.float64, 1e-6), (torch.float32, 1e-6)):
+        model = Given((40, 50), (9,), (), (0, 4), (2, 0), dtype=dtype)
+        model.weights[0] = torch.nn.Parameter(torch.zeros(50, 40, dtype=dtype).t())  # gradients that are not contiguous
+        compressor = hvc.Compression.dense(model)
+        optimizer = wrap(model, compressor)
+        by_rank = [given_grads(7, rank, [(40, 50), (9,), (), (0, 4), (2, 0)], dtype) for rank in range(SIZE)]
+        got = reduce(model, optimizer, by_rank[RANK]) if SIZE > 1 else reduce_alone(model, compressor, by_rank[RANK])
+        for g, parameter, *all_ranks in zip(got, model.weights, *by_rank):
+            assert g.dtype == dtype and g.shape == parameter.shape, (g.dtype, g.shape)
+            mean = sum(x.double() for x in all_ranks) / SIZE
+            assert_allclose(g.double(), mean, rtol=tolerance, atol=tolerance, err_msg=str(dtype))
+    model = Given((40, 50), dtype=torch.float16)
+    compressor = hvc.Compression.dore(model, block=50, alpha=0.0, eta=0.0)
+    large = [torch.full((40, 50), 3e4, dtype=torch.float16)]
+    optimizer = wrap(model, compressor)
+    got = reduce(model, optimizer, large) if SIZE > 1 else reduce_alone(model, compressor, large)
+    assert_allclose(got[0].double(), 3e4, rtol=2e-3, err_msg="a sum of halves must not overflow")
+    assert all(array.dtype == np.float32 for array in memory(compressor).values())
+
+
+@check_of_two
+def what_is_returned_shares_no_storage_with_the_memory():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(model)
+    optimizer = wrap(model, compressor)
+    twin = Given(*SHAPES)
+    other = wrap(twin, hvc.Compression.dore(twin))
+    for step in range(4):
+        grads = given_grads(step, RANK)
+        got, expected = reduce(model, optimizer, grads), reduce(twin, other, grads)
+        same_bits(got, expected, f"step {step}")
+        for p in model.weights:
+            p.grad.mul_(100).add_(7)
+        grads[0].mul_(3)
+
+
+@check_of_two
+def every_way_of_combining_is_that_of_horovod():
+    options = [
+        {},
+        {"op": hvd.Sum},
+        {"gradient_predivide_factor": 2.0},
+        {"gradient_predivide_factor": 3.0},
+        {"num_groups": 2},
+        {"groups": "first two"},
+        {"backward_passes_per_step": 2},
+    ]
+    for chosen in options:
+        chosen, results = dict(chosen), []
+        for compressed in (False, True):
+            model = Given(*SHAPES)
+            kwargs = dict(chosen)
+            if kwargs.get("groups"):
+                kwargs["groups"] = [list(model.weights)[:2], list(model.weights)[2:4]]
+            optimizer = wrap(model, hvc.Compression.dense(model) if compressed else hvc.Compression.none, **kwargs)
+            for step in range(2):
+                optimizer.zero_grad()
+                for once in range(kwargs.get("backward_passes_per_step", 1)):
+                    model.loss(given_grads(10 * step + once, RANK)).backward()
+                optimizer.step()
+            results.append([p.detach().clone() for p in model.weights])
+        for plain, ours in zip(*results):
+            assert_allclose(ours, plain, rtol=1e-6, atol=1e-6, err_msg=str(chosen))
+
+
+@check_of_two
+def sum_is_the_mean_times_the_number_of_ranks():
+    results = []
+    for op in (hvd.Average, hvd.Sum):
+        model = Given(*SHAPES)
+        optimizer = wrap(model, hvc.Compression.dore(model, block=64), op=op)
+        results.append(reduce(model, optimizer, given_grads(0, RANK)))
+    for mean, total in zip(*results):
+        assert_allclose(total, mean * SIZE, rtol=1e-6, atol=1e-6)
+
+
+@check_of_two
+def sparse_gradients_made_dense_find_their_parameters():
+    results = []
+    for compressed in (False, True):
+        torch.manual_seed(3)
+        model = torch.nn.ModuleDict({name: torch.nn.Embedding(60, 40, sparse=True) for name in "ab"} | {"c": torch.nn.Linear(40, 50)})
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            named_parameters=model.named_parameters(),
+            sparse_as_dense=True,
+            compression=hvc.Compression.dense(model) if compressed else hvc.Compression.none,
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            words = torch.arange(4) + RANK + step
+            model["c"](model["a"](words) - 2 * model["b"](words + 1)).square().mean().backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for plain, ours in zip(*results):
+        assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+@check_of_two
+def two_optimizers_do_not_mix():
+    alone = []
+    for shift in (0, 50):
+        model = Given(*SHAPES)
+        optimizer = wrap(model, hvc.Compression.dore(model, block=32, seed=shift))
+        alone.append([reduce(model, optimizer, given_grads(step + shift, RANK)) for step in range(4)])
+    models = [Given(*SHAPES), Given(*SHAPES)]
+    compressors = [hvc.Compression.dore(m, block=32, seed=shift) for m, shift in zip(models, (0, 50))]
+    assert len({hash(c) for c in compressors}) == 2 and compressors[0] != compressors[1]
+    optimizers = [
+        wrap(m, c, named_parameters=[(f"{i}.{name}", p) for name, p in m.named_parameters()])
+        for i, (m, c) in enumerate(zip(models, compressors))
+    ]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        # Both backward passes before either synchronize: the collectives of both are under way together.
+        sum(m.loss(given_grads(step + shift, RANK)) for m, shift in zip(models, (0, 50))).backward()
+        for i in (1, 0):
+            optimizers[i].synchronize()
+        for i, model in enumerate(models):
+            same_bits([p.grad for p in model.weights], alone[i][step], f"optimizer {i}, step {step}")
+            with optimizers[i].skip_synchronize():
+                optimizers[i].step()
+
+
+@check_of_three
+def a_process_set_is_its_own_world():
+    members = hvd.add_process_set([0, 2])
+    try:
+        if RANK in (0, 2):
+            model = Given(*SHAPES)
+            compressor = hvc.Compression.dore(model, block=32, process_set=members)
+            optimizer = wrap(model, compressor, process_set=members)
+            simulation = Simulation(compressor.method, compressor._layouts, 2)
+            for step in range(3):
+                by_rank = [given_grads(step, rank) for rank in (0, 2)]
+                got = reduce(model, optimizer, by_rank[RANK // 2])
+                expected = simulation.step([flattened(compressor._layouts, grads) for grads in by_rank])
+                same_bits(flattened(compressor._layouts, got), expected, f"step {step}")
+                assert_allclose(got[1], sum(g[1] for g in by_rank) / 2, rtol=1e-5)
+    finally:
+        MPI.COMM_WORLD.Barrier()
+        hvd.remove_process_set(members)
+
+
+@check_of_two
+def counted_bytes_are_those_of_the_formulas():
+    for exchange, scales in itertools.product(("allgather", "sharded"), ("float32", "byte")):
+        model = Given((41, 53), (9,), (30, 40))  # 3373 elements: no multiple of block * W
+        compressor = hvc.Compression.dore(model, block=32, exchange=exchange, scales=scales)
+        optimizer = wrap(model, compressor)
+        for step in range(3):
+            reduce(model, optimizer, given_grads(step, RANK, [(41, 53), (9,), (30, 40)]))
+            stats = compressor.stats()
+            status, small, tokens = 28 + 16, 4 * (9 + 2), 2 * 8
+            dense = 2 * (SIZE - 1) / SIZE * 4 * (41 * 53 + 9 + 30 * 40)
+            assert_allclose(stats.last.dense, dense, rtol=1e-12)
+            density = stats.metrics["uplink_density"], stats.metrics["downlink_density"]
+            group = compressor._session.group
+            method_bytes = compressor.method.wire_bytes(compressor._layouts[0], group, *density)
+            beside = 2 * (SIZE - 1) / SIZE * (small + tokens) + (SIZE - 1) * status
+            everyones = everyone(stats.last.wire - beside)
+            if step == 0:
+                everyones = [n - (SIZE - 1) * _handshake_bytes(compressor) for n in everyones]
+            # The formula goes by mean shares of non-zeros; each payload rounds its signs to whole bytes.
+            assert_allclose(np.mean(everyones), method_bytes, rtol=0.02, err_msg=f"{compressor.method}, W={SIZE}")
+
+
+def _handshake_bytes(compressor) -> int:
+    return compressor._session.handshake().size
+
+
+@check_of_two
+def a_saved_memory_goes_on_bit_for_bit():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(model, block=32)
+    optimizer = wrap(model, compressor)
+    for step in range(3):
+        reduce(model, optimizer, given_grads(step, RANK))
+    saved = compressor.state_dict()
+    expected = [reduce(model, optimizer, given_grads(step, RANK)) for step in (3, 4)]
+    again = Given(*SHAPES)
+    restored = hvc.Compression.dore(again, block=32)
+    restored.load_state_dict(saved)
+    assert restored.state_dict()["step"] == 3
+    optimizer = wrap(again, restored)
+    for step in (3, 4):
+        same_bits(reduce(again, optimizer, given_grads(step, RANK)), expected[step - 3], f"step {step}")
+    model = Given(*SHAPES)
+    other = hvc.Compression.dore(model, block=64)
+    other.load_state_dict(saved)
+    optimizer = wrap(model, other)
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "saved memory", "block=32", "block=64")
+
+
+# Failures
+
+
+@check_of_two
+def differing_options_are_an_error_on_every_rank():
+    for mine, theirs, fragment in (
+        ({"alpha": 0.1}, {"alpha": 0.2}, "alpha=0.2"),
+        ({"bucket_mb": 4}, {"bucket_mb": 0.001}, "bucket"),
+        ({"seed": 1}, {"seed": 2}, "seed: 1 and 2"),
+        ({"dense_below": 1000}, {"dense_below": 1500}, "weights.2"),
+    ):
+        model = Given(*SHAPES)
+        compressor = hvc.Compression.dore(model, **(theirs if RANK == SIZE - 1 else mine))
+        optimizer = wrap(model, compressor)
+        raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), f"ranks 0 and {SIZE - 1} differ", fragment)
+
+
+@check_of_two
+def other_shapes_are_an_error_on_every_rank():
+    shapes = [(40, 50), (7,)] if RANK else [(40, 50), (8,)]
+    model = Given(*shapes)
+    optimizer = wrap(model, hvc.Compression.dore(model))
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK, shapes)), "tensor weights.1", "[8]", "[7]")
+
+
+@check_of_two
+def spoilt_frames_are_an_error_on_every_rank():
+    for exchange, stage in (("allgather", 0), ("sharded", 0), ("sharded", 1)):
+        for spoil, fragment in (
+            (lambda frame: frame[:-3], "bytes"),
+            (lambda frame: np.concatenate([np.frombuffer(b"RIFF", np.uint8), frame[4:]]), "RIFF"),
+            (lambda frame: np.concatenate([frame[:8], np.uint8([9, 9, 0, 0]), frame[12:]]), "step"),
+            (lambda frame: np.concatenate([frame[:28], frame[28:] ^ 0xFF]), "decode"),
+        ):
+            model = Given(*SHAPES)
+            compressor = hvc.Compression.dore(model, block=32, exchange=exchange)
+            optimizer = wrap(model, compressor)
+            reduce(model, optimizer, given_grads(0, RANK))
+            original = compressor._transport.submit
+
+            def submit(request, name, original=original, spoil=spoil, stage=stage):
+                if RANK == SIZE - 1 and name == f"0.{stage}":
+                    if isinstance(request, AllGather):
+                        request = request._replace(payload=spoil(request.payload))
+                    else:
+                        request = request._replace(payloads=[spoil(request.payloads[0]), *request.payloads[1:]])
+                return original(request, name)
+
+            compressor._transport.submit = submit
+            before = memory(compressor)
+            raised_everywhere(lambda: reduce(model, optimizer, given_grads(1, RANK)), f"rank {SIZE - 1}", fragment)
+            same_bits(memory(compressor).values(), before.values())
+
+
+@check_of_two
+def an_exception_on_one_rank_is_raised_on_all():
+    for exchange, when in itertools.product(("allgather", "sharded"), ("encode", "decode")):
+        model = Given(*SHAPES)
+        compressor = hvc.Compression.dore(model, block=32, exchange=exchange)
+        optimizer = wrap(model, compressor)
+        reduce(model, optimizer, given_grads(0, RANK))
+        if RANK == 0:
+            session = compressor._session
+            original = session.reducer.reduce
+
+            class Failing:
+                rescale, stages = False, session.reducer.stages
+
+                def reduce(self, grad, state, step):
+                    generator = original(grad, state, step)
+                    if when == "encode":
+                        raise MemoryError("no room for the codes")
+                    yield (yield from _first(generator))
+                    raise MemoryError("no room for the codes")
+
+            session.reducer = Failing()
+        if when == "encode" or exchange == "sharded":
+            raised_everywhere(lambda: reduce(model, optimizer, given_grads(1, RANK)), "rank 0", "no room for the codes")
+        else:  # nothing is owed after the failure: the others hear of it with the next step's records
+            if RANK == 0:
+                with pytest.raises(CompressionError, match="no room"):
+                    reduce(model, optimizer, given_grads(1, RANK))
+                forget(optimizer)
+            else:
+                reduce(model, optimizer, given_grads(1, RANK))
+            raised_everywhere(lambda: reduce(model, optimizer, given_grads(2, RANK)), "rank 0", "no room for the codes")
+
+
+def _first(generator):
+    return next(generator)
+    yield
+
+
+@check_of_two
+def adasum_is_refused_on_every_rank():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(model)
+    try:
+        optimizer = wrap(model, compressor, op=hvd.Adasum)
+    except NotImplementedError as error:  # Horovod wants a power of two
+        assert SIZE & (SIZE - 1), error
+        return
+    raised_everywhere(lambda: model.loss(given_grads(0, RANK)).backward() or optimizer.step(), "Adasum", "hvd.Average")
+
+
+@check_of_two
+def a_parameter_in_no_optimizer_is_an_error_on_every_rank():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(model)
+    some = list(model.named_parameters())[1:]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in some], lr=0.1), named_parameters=some, compression=compressor)
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "'weights.0'", "no gradient of it came")
+
+
+@check_of_two
+def an_unbound_gradient_is_an_error_on_every_rank():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(list(model.named_parameters())[1:])
+    optimizer = wrap(model, compressor)
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "[40, 50]", "unbound='dense'")
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(list(model.named_parameters())[1:], unbound="dense")
+    got = reduce(model, wrap(model, compressor), given_grads(0, RANK))
+    assert_allclose(got[0], sum(given_grads(0, rank)[0] for rank in range(SIZE)) / SIZE, rtol=1e-5, atol=1e-6)
+
+
+@check_of_two
+def other_operations_are_refused_on_every_rank():
+    for op in (hvd.Min, hvd.Max, hvd.Product):
+        model = Given(*SHAPES)
+        optimizer = wrap(model, hvc.Compression.dore(model), op=op)
+        raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "op=hvd.Average or hvd.Sum")
+
+
+@check
+def without_horovods_hooks_statistics_are_zero():
+    model = Given(*SHAPES)
+    stats = hvc.Compression.dore(model).stats()
+    assert stats.steps == 0 and stats.last.ratio is None and stats.total.paper_ratio is None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hvd.init()
+    RANK, SIZE = hvd.rank(), hvd.size()
+    main(RANK, SIZE)

@@ -132,13 +132,19 @@ Reduction = Generator[Collective, Any, Outcome]
 
 @runtime_checkable
 class Reducer(Protocol):
-    """A method: a frozen dataclass of its options, with these three functions."""
+    """A method: a frozen dataclass of its options, with these functions."""
 
     def init(self, layout: Layout, group: Group) -> State:
         """The memory before the first step."""
 
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
         """The collectives that `reduce` will ask for: the same on every rank, in every step."""
+
+    def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
+        """Bytes that a rank sends in a step, the mean over ranks, as the method's formula has it.
+
+        What depends on the data goes by `metrics`, as an `Outcome` has them, or by what is usual.
+        """
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         """Asks for the collectives of one step and returns the mean over ranks with the memory after the step.

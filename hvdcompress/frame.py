@@ -7,7 +7,7 @@ A header is 28 bytes, little-endian:
     codec    uint8    who wrote the payload
     bucket   uint16
     step     uint32   modulo 2**32
-    count    uint64   elements that the payload stands for
+    elements uint64   that the payload stands for
     length   uint64   bytes of the payload
 
 So a peer that is a step off, a payload that was cut, or bytes that are no frame are found out and said, and a rank
@@ -41,13 +41,13 @@ class Address(NamedTuple):
     codec: int
     bucket: int
     step: int
-    count: int
+    elements: int
 
 
 def pack(address: Address, payload: Bytes) -> Bytes:
     """Puts the header before a payload; uint8[28 + payload.size]."""
     header = HEADER.pack(
-        MAGIC, FORMAT, address.codec, address.bucket & 0xFFFF, address.step & 0xFFFFFFFF, address.count, payload.size
+        MAGIC, FORMAT, address.codec, address.bucket & 0xFFFF, address.step & 0xFFFFFFFF, address.elements, payload.size
     )
     return np.concatenate([np.frombuffer(header, np.uint8), payload])
 
@@ -111,11 +111,12 @@ def split(buffer: Bytes, ranks: int) -> list[Bytes]:
 def _header(buffer: Bytes, sender: int) -> tuple[Address, int]:
     if buffer.size < HEADER.size:
         raise PayloadError(f"the frame from rank {sender} has {buffer.size} bytes, less than its header of {HEADER.size}")
-    magic, version, codec, bucket, step, count, length = HEADER.unpack(buffer[: HEADER.size].tobytes())
+    magic, version, codec, bucket, step, elements, length = HEADER.unpack(buffer[: HEADER.size].tobytes())
     if magic != MAGIC:
         raise PayloadError(f"the frame from rank {sender} starts with {magic!r}, not {MAGIC!r}: it is not of hvdcompress")
     if version != FORMAT:
         raise PayloadError(
-            f"the frame from rank {sender} is of format {version}, this is {FORMAT}: install one version of hvdcompress everywhere"
+            f"the frame from rank {sender} is of format {version}, this is {FORMAT}: "
+            "install one version of hvdcompress everywhere"
         )
-    return Address(codec, bucket, step, count), length
+    return Address(codec, bucket, step, elements), length

@@ -24,12 +24,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import __version__, frame, kernels, traffic
-from .core import AllGather, AllReduce, AllToAll, Array, Bytes, Collective, Group, Layout, Outcome, Reducer, Reduction, State, Step
+from .core import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Array,
+    Bytes,
+    Collective,
+    Group,
+    Layout,
+    Outcome,
+    Reducer,
+    Reduction,
+    State,
+    Step,
+)
 from .errors import CompressionError, MismatchError, PayloadError
 
 OK, NONFINITE, ERROR = 0, 1, 2
 RECORD = struct.Struct("<BxxxI8s")  # status, step, digest; a text follows
 ADDRESS = frame.Address(frame.STATUS, 0, 0, 0)
+STATUS_BYTES = frame.HEADER.size + RECORD.size  # of a record without text
 
 
 class Record(NamedTuple):
@@ -49,7 +64,8 @@ class Record(NamedTuple):
         payload = frame.unpack(buffer, ADDRESS, sender).tobytes()
         if len(payload) < RECORD.size:
             raise PayloadError(f"the status record from rank {sender} has {len(payload)} bytes, less than {RECORD.size}")
-        return cls(*RECORD.unpack(payload[: RECORD.size]), payload[RECORD.size :].decode(errors="replace"))
+        status, step, digest = RECORD.unpack(payload[: RECORD.size])
+        return cls(status, step, digest, payload[RECORD.size :].decode(errors="replace"))
 
 
 class Stats(NamedTuple):
@@ -123,7 +139,9 @@ class Session:
         if state["facts"] != self.facts:
             raise CompressionError(f"the saved memory is of another training: {_difference(state['facts'], self.facts)}")
         if state["rank"] != self.group.rank:
-            raise CompressionError(f"the saved memory is of rank {state['rank']}, this is rank {self.group.rank}: each rank loads its own")
+            raise CompressionError(
+                f"the saved memory is of rank {state['rank']}, this is rank {self.group.rank}: each rank loads its own"
+            )
         own, arrays = self.state_dict()["arrays"], state["arrays"]
         for name, array in own.items():
             if name not in arrays or arrays[name].shape != array.shape or arrays[name].dtype != array.dtype:
@@ -209,7 +227,7 @@ class Session:
         runs, verdict, failure = self._runs, self._verdict, self._failure
         self.last, self.total = self._sent, self.total + self._sent
         self._begin()
-        outcomes = [runs[bucket].outcome for bucket in sorted(runs)]
+        outcomes = [run.outcome for _, run in sorted(runs.items()) if run.outcome is not None]
         if isinstance(verdict, CompressionError) or failure is not None:
             self.abandoned += 1
             if isinstance(verdict, CompressionError):
@@ -218,7 +236,7 @@ class Session:
             told = str(failure) if isinstance(failure, frame.Excused) else f"rank {self.group.rank}: {_message(failure)}"
             raise CompressionError(told) from failure
         # A mean is the same on every rank, and so is what follows from it.
-        if not verdict or not all(outcome is not None and kernels.all_finite(outcome.mean) for outcome in outcomes):
+        if not verdict or not all(kernels.all_finite(outcome.mean) for outcome in outcomes):
             self.abandoned += 1
             return None
         self.states = [outcome.state for outcome in outcomes]
@@ -317,4 +335,3 @@ def _difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 def _message(error: BaseException | None) -> str:
     return str(error) if isinstance(error, CompressionError) else f"{type(error).__name__}: {error}"
-

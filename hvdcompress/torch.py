@@ -1,10 +1,10 @@
 """PyTorch: compressors for the `compression=` argument of Horovod's `DistributedOptimizer`.
 
-    import horovod.torch as hvd
-    import hvdcompress.torch as hvc
+import horovod.torch as hvd
+import hvdcompress.torch as hvc
 
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
-                                         compression=hvc.Compression.dore(model))
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
+                                     compression=hvc.Compression.dore(model))
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .drivers import blocking
 from .drivers.torch import Handle, Transport
 from .errors import CompressionError, MismatchError, PayloadError
 from .reducers import make, methods
-from .session import Session, Stats
+from .session import STATUS_BYTES, Session, Stats
 
 __all__ = ["Compression", "CompressionError", "Compressor", "MismatchError", "PayloadError"]
 
@@ -111,6 +111,8 @@ class Compressor:
         self._greeting: Handle | None = None
         self._to_load: Mapping[str, Any] | None = None
         self._order: list[int] = []  # in which the gradients of the last step came
+        self._status: Handle | None
+        self._ended: bool
         self._begin_step()
 
     # Horovod's Compressor API
@@ -162,6 +164,18 @@ class Compressor:
     def stats(self) -> Stats:
         """Bytes, seconds and noise, of the last step and in all; all zero where Horovod had nothing to exchange."""
         return self._session.stats() if self._session else Stats()
+
+    def predicted_bytes(self) -> float:
+        """Bytes that a rank sends in a step as the formulas have it, tokens, status and dense tensors included.
+
+        What depends on the data goes by the last step's metrics. `stats().last.wire` is what was counted.
+        """
+        if self._session is None:
+            return 0.0
+        group, metrics = self._session.group, self._session.metrics
+        methods_part = sum(self.method.wire_bytes(layout, group, metrics) for layout in self._layouts)
+        beside = sum(self._handed_bytes(bound) for bound in self._tensors)
+        return methods_part + traffic.allreduced(beside, group.size).wire + (group.size - 1) * STATUS_BYTES
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory, as arrays (torch tensors), numbers and strings. Each rank must keep its own."""
@@ -224,7 +238,9 @@ class Compressor:
             if bound.parameter.grad is tensor:
                 return self._checked(index)
             if bound.parameter is tensor:
-                raise _Refused("op=hvd.Adasum is not supported: it combines parameters, not gradients; use hvd.Average or hvd.Sum")
+                raise _Refused(
+                    "op=hvd.Adasum is not supported: it combines parameters, not gradients; use hvd.Average or hvd.Sum"
+                )
         return self._checked(self._index_of_densified(tensor))
 
     def _index_of_densified(self, tensor: torch.Tensor) -> int:
@@ -232,7 +248,10 @@ class Compressor:
         sparse = [
             index
             for index, bound in enumerate(self._tensors)
-            if index not in self._arrived and (grad := bound.parameter.grad) is not None and grad.is_sparse and grad.shape == tensor.shape
+            if index not in self._arrived
+            and (grad := bound.parameter.grad) is not None
+            and grad.is_sparse
+            and grad.shape == tensor.shape
         ]
         if len(sparse) > 1:  # two embeddings of one shape: only their content tells them apart
             sparse = [i for i in sparse if torch.equal(self._tensors[i].parameter.grad.to_dense(), tensor)]  # type: ignore[union-attr]
@@ -255,7 +274,7 @@ class Compressor:
         self._arrived: list[int] = []
         self._missing = [len(layout.names) for layout in self._layouts]
         self._pending: dict[int, Handle] = {}
-        self._status: Handle | None = None
+        self._status = None
         self._means: list[Array] | None = None
         self._ended = False
 
@@ -306,11 +325,15 @@ class Compressor:
         else:
             where = self._layouts[bound.bucket].slices[bound.name]
             torch.from_numpy(self._flat[bound.bucket])[where].copy_(tensor.detach().reshape(-1))
-        sent = traffic.allreduced(handed.numel() * handed.element_size(), size)
-        session.count(sent)
+        session.count(traffic.allreduced(self._handed_bytes(bound), size))
         if bound.bucket is None:
-            session.count(traffic.Traffic(paper=2 * (sent.payload - 2 * handed.element_size())))
+            session.count(traffic.Traffic(paper=2 * tensor.numel() * handed.element_size()))
         return handed
+
+    def _handed_bytes(self, bound: _Tensor) -> int:
+        """What Horovod allreduces for a tensor: the token, beside the tensor itself if that travels dense."""
+        elements = 0 if bound.bucket is not None else bound.parameter.numel()
+        return (elements + 2) * (8 if bound.bucket is None and bound.parameter.dtype == torch.float64 else 4)
 
     def _start(self, bucket: int, session: Session) -> None:
         lr = None

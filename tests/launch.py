@@ -21,7 +21,17 @@ def mpirun(ranks: int, *command: str | Path, timeout: float, **environment: str)
         "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'examples'}",
         **environment,
     }
-    line = ["mpirun", "--oversubscribe", "--bind-to", "none", "--tag-output", "-np", str(ranks), sys.executable, *map(str, command)]
+    line = [
+        "mpirun",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "--tag-output",
+        "-np",
+        str(ranks),
+        sys.executable,
+        *map(str, command),
+    ]
     process = subprocess.Popen(
         line, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -11,7 +11,7 @@ from numpy.testing import assert_array_equal
 from hvdcompress import CompressionError, PayloadError, frame
 from hvdcompress.codecs import codecs
 
-ADDRESS = frame.Address(codec=2, bucket=3, step=70_000, count=1 << 40)
+ADDRESS = frame.Address(codec=2, bucket=3, step=70_000, elements=1 << 40)
 PAYLOAD = np.arange(10, dtype=np.uint8)
 
 
@@ -25,7 +25,7 @@ def test_what_goes_in_comes_out(payload: bytes, codec: int, bucket: int, step: i
 
 def test_the_header_is_what_it_was() -> None:
     assert frame.pack(frame.Address(2, 3, 4, 5), PAYLOAD[:1]).tobytes().hex() == (
-        "48564443" "01" "02" "0300" "04000000" "0500000000000000" "0100000000000000" "00"
+        "4856444301020300040000000500000000000000010000000000000000"
     )
 
 
@@ -40,7 +40,7 @@ def test_the_header_is_what_it_was() -> None:
         (lambda f: np.concatenate([f[:5], [1], f[6:]]).astype(np.uint8), "codec 1, expected 2"),
         (lambda f: np.concatenate([f[:6], [1, 0], f[8:]]).astype(np.uint8), "bucket 1, expected 3"),
         (lambda f: np.concatenate([f[:8], [1, 0, 0, 0], f[12:]]).astype(np.uint8), "step 1, expected 70000"),
-        (lambda f: np.concatenate([f[:12], [1] + [0] * 7, f[20:]]).astype(np.uint8), "count 1, expected"),
+        (lambda f: np.concatenate([f[:12], [1] + [0] * 7, f[20:]]).astype(np.uint8), "elements 1, expected"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_sender(spoil, told: str) -> None:

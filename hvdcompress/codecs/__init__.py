@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ..core import Array, Bytes
 from .identity import Identity
@@ -14,8 +14,11 @@ __all__ = ["Codec", "Identity", "Ternary", "codecs"]
 class Codec(Protocol):
     """A frozen dataclass of options with these members."""
 
-    number: int  # names the codec in frames: from 1 to 254, its own, and never used again for another
-    alignment: int  # elements: a vector may be cut at multiples of it, and its pieces have the bytes they have in the whole
+    number: ClassVar[int]  # names the codec in frames: from 1 to 254, its own, and never used again for another
+
+    @property
+    def alignment(self) -> int:
+        """In elements: a vector may be cut at multiples of it, and its pieces have the codes they have in the whole."""
 
     def encode(self, x: Array, key: int, start: int = 0) -> Bytes:
         """Packs float32[n]; `key` is of the draws, and x lies at `start` (a multiple of `alignment`) in its bucket."""

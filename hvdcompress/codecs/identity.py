@@ -25,7 +25,10 @@ class Identity:
     """
 
     number: ClassVar[int] = 1
-    alignment: ClassVar[int] = 1
+
+    @property
+    def alignment(self) -> int:
+        return 1
 
     def encode(self, x: Array, key: int, start: int = 0) -> Bytes:
         return np.frombuffer(x.astype("<f4").tobytes(), np.uint8)

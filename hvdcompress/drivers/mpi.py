@@ -20,8 +20,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from .. import frame, traffic
-from ..core import AllGather, AllReduce, AllToAll, Array, Collective, Group, Layout, Reducer
+from .. import traffic
+from ..core import AllGather, AllReduce, AllToAll, Collective, Group, Layout, Reducer
 from ..errors import CompressionError
 from ..session import Session
 from . import blocking

@@ -61,12 +61,13 @@ class Simulation:
         errors = [result for result in results if isinstance(result, Exception)]
         if errors:
             raise errors[0]
-        for rank, means in enumerate(results):
-            for bucket, (mean, first) in enumerate(zip(means or (), results[0] or ())):
+        means: list[Array] | None = results[0]
+        for rank, others in enumerate(results):
+            for bucket, (mean, first) in enumerate(zip(others or (), means or ())):
                 np.testing.assert_array_equal(
                     mean.view(np.uint32), first.view(np.uint32), f"ranks 0 and {rank} differ in bucket {bucket}"
                 )
-        return results[0]
+        return means
 
     def step_each(self, grads: Sequence[Sequence[Array]], lr: float | None = None) -> list[Any]:
         """One step; for each rank the means, None or the error that it ended with."""
@@ -109,10 +110,10 @@ def execute(asked: Sequence[Collective]) -> list[Any]:
     if isinstance(first, AllToAll):
         return [[request.payloads[rank] for request in asked] for rank in range(len(asked))]  # type: ignore[union-attr]
     assert isinstance(first, AllReduce)
-    combine = {"sum": np.add, "max": np.maximum}[first.op]
     total = first.array.copy()
     for request in asked[1:]:
-        total = combine(total, request.array)  # type: ignore[union-attr]
+        array = request.array  # type: ignore[union-attr]
+        total = total + array if first.op == "sum" else np.maximum(total, array)
     return [total] * len(asked)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..core import Array, Bytes
 from ..errors import PayloadError
@@ -140,8 +139,10 @@ def ternary_bytes(n: int, block: int, nonzeros: int, byte_scales: bool) -> int:
 def ternary_noise(x: Array, block: int, byte_scales: bool) -> float:
     """The expected squared error of `ternary_encode`: the sum over blocks of ||x||_1 M - ||x||^2, in float64."""
     scales, _ = _encode_scales(_block_maxima(x, block), byte_scales)
-    sums = np.add.reduceat(np.abs(x), np.arange(0, x.size, block)) if x.size else scales
-    return max(0.0, float(sums.astype(np.float64) @ scales.astype(np.float64)) - sum_of_squares(x))
+    if not x.size:
+        return 0.0
+    sums = np.add.reduceat(np.abs(x), np.arange(0, x.size, block), dtype=np.float64)
+    return max(0.0, float(sums @ scales.astype(np.float64)) - sum_of_squares(x))
 
 
 def _chunks(n: int) -> Iterator[slice]:
@@ -205,7 +206,8 @@ def _byte_scales(maxima: Array) -> Bytes:
     heads = np.where(nonzero.any(axis=1), base + 127, 0)
     broken = np.isnan(np.pad(maxima, (0, runs * TERNARY_RUN - maxima.size))).reshape(runs, TERNARY_RUN)
     codes[broken], heads[broken.any(axis=1)] = 255, 0
-    return np.concatenate([heads, codes.ravel()[: maxima.size]]).astype(np.uint8)
+    coded: Bytes = np.concatenate([heads, codes.ravel()[: maxima.size]]).astype(np.uint8)
+    return coded
 
 
 def _decode_scales(coded: Bytes, blocks: int, byte_scales: bool) -> Array:

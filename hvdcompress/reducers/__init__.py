@@ -23,4 +23,5 @@ def make(name: str, **options: object) -> Reducer:
     """
     if name not in methods:
         raise ValueError(f"there is no method {name!r}; there are {', '.join(sorted(methods))}")
-    return methods[name](**options)
+    method: Reducer = methods[name](**options)
+    return method

@@ -31,5 +31,5 @@ class Channel(NamedTuple):
         except PayloadError as error:
             raise PayloadError(f"the frame from rank {sender} does not decode: {error}") from error
 
-    def _address(self, count: int) -> frame.Address:
-        return frame.Address(self.codec.number, self.bucket, self.step, count)
+    def _address(self, elements: int) -> frame.Address:
+        return frame.Address(self.codec.number, self.bucket, self.step, elements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import kernels
@@ -21,8 +22,7 @@ class Dense:
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
         return (Stage(AllReduce, layout.size),)
 
-    def wire_bytes(self, layout: Layout, group: Group) -> float:
-        """Bytes that a rank sends in a step."""
+    def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
         return 8 * layout.size * (group.size - 1) / group.size
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:

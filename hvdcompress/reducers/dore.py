@@ -15,10 +15,12 @@ by the same operations as on that rank, and averages them in rank order: h is th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import frame, kernels
 from ..codecs import Codec, Ternary
@@ -99,7 +101,7 @@ class Dore:
     @property
     def codecs(self) -> tuple[Codec, Codec]:
         """The codecs of the first and of the second residual."""
-        usual = Ternary(self.block, self.scales)
+        usual: Codec = Ternary(self.block, self.scales)
         return self.uplink or usual, self.downlink or usual
 
     def init(self, layout: Layout, group: Group) -> State:
@@ -145,7 +147,7 @@ class Dore:
 
     def _master(
         self, received: list[Bytes], state: State, step: Step, up: Channel, down: Channel
-    ) -> tuple[Bytes, dict[str, Array], dict[str, float]]:
+    ) -> tuple[Bytes, dict[str, NDArray[Any]], dict[str, float]]:
         """The master's part of a step: the code of the second residual, copies and e, and what is told of them."""
         layout, group, arrays = state
         part = self._parts(layout, group).mine
@@ -167,7 +169,7 @@ class Dore:
         }
         return code, {"copies": copies, "e": e, **lr}, metrics
 
-    def _feedback(self, arrays: dict[str, Array], step: Step) -> tuple[float, dict[str, Array]]:
+    def _feedback(self, arrays: Mapping[str, NDArray[Any]], step: Step) -> tuple[float, dict[str, NDArray[Any]]]:
         """The factor of e in this step, and the rate that e will belong to."""
         if not self.rescale:
             return self.eta, {}
@@ -178,30 +180,23 @@ class Dore:
             return self.eta, {"lr": np.full(1, step.lr if step.lr else old)}
         return self.eta * old / step.lr, {"lr": np.full(1, step.lr)}
 
-    def wire_bytes(
-        self,
-        layout: Layout,
-        group: Group,
-        uplink_density: float | None = None,
-        downlink_density: float | None = None,
-    ) -> float:
-        """Bytes that a rank sends in a step, given the shares of non-zeros (None: the usual ones); the mean over ranks."""
-        return self._predict(self._sharded(layout, group), layout, group, uplink_density, downlink_density)
+    def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
+        return self._predict(self._sharded(layout, group), layout, group, metrics or {})
 
-    def _predict(
-        self, sharded: bool, layout: Layout, group: Group, up_density: float | None = None, down_density: float | None = None
-    ) -> float:
+    def _predict(self, sharded: bool, layout: Layout, group: Group, metrics: Mapping[str, float]) -> float:
         up, down = self.codecs
+        up_density, down_density = metrics.get("uplink_density"), metrics.get("downlink_density")
         parts, others = _divide(layout.size, group.size if sharded else 1, self._alignment), group.size - 1
         sent = sum(frame.HEADER.size + up.expected_bytes(part.size, up_density) for part in parts)
         if not sharded:
             return others * sent
-        return others / group.size * sum((sent, *(frame.HEADER.size + down.expected_bytes(part.size, down_density) for part in parts)))
+        codes = sum(frame.HEADER.size + down.expected_bytes(part.size, down_density) for part in parts)
+        return others / group.size * (sent + codes)
 
     def _sharded(self, layout: Layout, group: Group) -> bool:
         if self.exchange != "auto":
             return self.exchange == "sharded"
-        one_round, two_rounds = (self._predict(sharded, layout, group) / BYTES_PER_SECOND for sharded in (False, True))
+        one_round, two_rounds = (self._predict(sharded, layout, group, {}) / BYTES_PER_SECOND for sharded in (False, True))
         return two_rounds + SECONDS_PER_ROUND < one_round
 
     @property

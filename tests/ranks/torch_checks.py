@@ -9,7 +9,6 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from ranks.harness import check, check_of_three, check_of_two, main
 from mpi4py import MPI
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -18,6 +17,7 @@ from hvdcompress import CompressionError, Dore
 from hvdcompress.core import AllGather
 from hvdcompress.drivers.mpi import DistributedMean
 from hvdcompress.drivers.simulate import Simulation
+from ranks.harness import check, check_of_three, check_of_two, main
 
 RANK, SIZE = 0, 1  # set when Horovod is
 
@@ -261,7 +261,9 @@ def sparse_gradients_made_dense_find_their_parameters():
     results = []
     for compressed in (False, True):
         torch.manual_seed(3)
-        model = torch.nn.ModuleDict({name: torch.nn.Embedding(60, 40, sparse=True) for name in "ab"} | {"c": torch.nn.Linear(40, 50)})
+        model = torch.nn.ModuleDict(
+            {name: torch.nn.Embedding(60, 40, sparse=True) for name in "ab"} | {"c": torch.nn.Linear(40, 50)}
+        )
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.5),
             named_parameters=model.named_parameters(),
@@ -337,15 +339,14 @@ def counted_bytes_are_those_of_the_formulas():
             status, small, tokens = 28 + 16, 4 * (9 + 2), 2 * 8
             dense = 2 * (SIZE - 1) / SIZE * 4 * (41 * 53 + 9 + 30 * 40)
             assert_allclose(stats.last.dense, dense, rtol=1e-12)
-            density = stats.metrics["uplink_density"], stats.metrics["downlink_density"]
-            group = compressor._session.group
-            method_bytes = compressor.method.wire_bytes(compressor._layouts[0], group, *density)
+            method_bytes = compressor.method.wire_bytes(compressor._layouts[0], compressor._session.group, stats.metrics)
             beside = 2 * (SIZE - 1) / SIZE * (small + tokens) + (SIZE - 1) * status
             everyones = everyone(stats.last.wire - beside)
             if step == 0:
                 everyones = [n - (SIZE - 1) * _handshake_bytes(compressor) for n in everyones]
             # The formula goes by mean shares of non-zeros; each payload rounds its signs to whole bytes.
             assert_allclose(np.mean(everyones), method_bytes, rtol=0.02, err_msg=f"{compressor.method}, W={SIZE}")
+            assert_allclose(compressor.predicted_bytes(), method_bytes + beside, rtol=1e-9)
 
 
 def _handshake_bytes(compressor) -> int:
@@ -485,7 +486,9 @@ def a_parameter_in_no_optimizer_is_an_error_on_every_rank():
     model = Given(*SHAPES)
     compressor = hvc.Compression.dore(model)
     some = list(model.named_parameters())[1:]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in some], lr=0.1), named_parameters=some, compression=compressor)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in some], lr=0.1), named_parameters=some, compression=compressor
+    )
     raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "'weights.0'", "no gradient of it came")
 
 

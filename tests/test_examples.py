@@ -1,0 +1,55 @@
+"""The examples, run as a user would, for some steps."""
+
+from __future__ import annotations
+
+import re
+
+import datasets
+import numpy as np
+import pytest
+from launch import ROOT, mpirun
+from numpy.testing import assert_allclose
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_is_short(path) -> None:
+    assert path.name == "demo.py" or len(path.read_text().splitlines()) < 120
+
+
+def test_digits_are_learned_with_every_compression() -> None:
+    for compression in ("none", "fp16", "dore"):
+        options = ["--compression", compression, "--data", "digits", "--epochs", "6", "--lr", "0.05"]
+        done = mpirun(2, EXAMPLES / "pytorch_fashion_mnist.py", *options, timeout=100)
+        assert done.returncode == 0, done.stdout
+        accuracies = [float(a) for a in re.findall(r"test accuracy ([\d.]+)%", done.stdout)]
+        assert len(accuracies) == 6 and accuracies[-1] > 85, done.stdout
+
+
+def test_fashion_mnist_for_some_steps() -> None:
+    if not datasets.FASHION_MNIST.is_dir():
+        pytest.skip("Debian's dataset-fashion-mnist is not installed")
+    done = mpirun(2, EXAMPLES / "pytorch_fashion_mnist.py", "--max-steps", "60", "--lr", "0.05", timeout=100)
+    assert done.returncode == 0, done.stdout
+    (accuracy, left), *_ = re.findall(r"test accuracy ([\d.]+)%, ([\d.]+)% of the dense bytes", done.stdout)
+    assert float(accuracy) > 50 and float(left) < 6, done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_least_squares_over_mpi4py(ranks: int) -> None:
+    done = mpirun(ranks, EXAMPLES / "mpi4py_least_squares.py", "--steps", "400", timeout=100)
+    assert done.returncode == 0, done.stdout
+    distances = [float(x) for x in re.findall(r"distance to the solution ([\d.e+-]+)", done.stdout)]
+    assert len(distances) >= 3 and distances[-1] < 1e-3 * distances[0], done.stdout
+
+
+def test_both_data_sets_are_split_and_standardised() -> None:
+    names = ["digits"] + (["fashion-mnist"] if datasets.FASHION_MNIST.is_dir() else [])
+    for name, sizes in zip(names, ((1200, 200, 397), (50_000, 10_000, 10_000))):
+        splits = datasets.load(name)
+        assert tuple(len(images.y) for images in splits) == sizes
+        assert_allclose([splits.train.x.mean(), splits.train.x.std()], [0, 1], atol=1e-3)
+        assert all(set(np.unique(images.y)) == set(range(10)) and images.x.ndim == 4 for images in splits)
+    with pytest.raises(ValueError, match="no data set 'cifar'"):
+        datasets.load("cifar")

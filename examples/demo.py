@@ -126,7 +126,9 @@ def train(method: Method, lr: float, seed: int, epochs: int, max_steps: int | No
 
 
 def report(results: dict[str, list[Run]], lrs: dict[str, float], console: Console) -> None:
-    table = Table(title=f"{hvd.size()} ranks, {len(next(iter(results.values())))} seeds; medians over steps, bytes of a rank and step")
+    table = Table(
+        title=f"{hvd.size()} ranks, {len(next(iter(results.values())))} seeds; medians over steps, bytes of a rank and step"
+    )
     for name in ("method", "lr", "test accuracy", "spread", "bytes counted", "by formula", "reduction", "noise", "ms a step"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for name, runs in results.items():
@@ -202,7 +204,13 @@ def main() -> None:
 
     results: dict[str, list[Run]] = {}
     steps = epochs * min(len(images.y) // hvd.size() // BATCH, max_steps or len(images.y))
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
         task = progress.add_task("", total=steps * len(jobs))
         for label, method, lr, seed in jobs:

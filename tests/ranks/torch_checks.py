@@ -376,6 +376,37 @@ def a_saved_memory_goes_on_bit_for_bit():
     raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "saved memory", "block=32", "block=64")
 
 
+@check_of_two
+def rescaling_goes_by_the_rates_of_the_parameter_groups():
+    model = Given(*SHAPES)
+    groups = [
+        {"params": [model.weights[i] for i in (0, 2)], "lr": 0.5},
+        {"params": [model.weights[i] for i in (1, 3, 4)], "lr": 0.25},
+    ]
+    base = torch.optim.SGD(groups)
+    compressor = hvc.Compression.dore(model, block=32, rescale=True, optimizer=base)
+    optimizer = hvd.DistributedOptimizer(base, named_parameters=model.named_parameters(), compression=compressor)
+    assert [set(layout.names) for layout in compressor._layouts] == [{"weights.3"}, {"weights.2", "weights.0"}]
+    simulations = [Simulation(compressor.method, [layout], SIZE) for layout in compressor._layouts]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(5):
+        by_rank = [given_grads(step, rank) for rank in range(SIZE)]
+        got = flattened(compressor._layouts, reduce(model, optimizer, by_rank[RANK]))
+        for number, (simulation, first) in enumerate(zip(simulations, (0.25, 0.5))):
+            flat = [[flattened(compressor._layouts, grads)[number]] for grads in by_rank]
+            same_bits([got[number]], simulation.step(flat, first * 0.5**step), f"step {step}, bucket {number}")
+        schedule.step()
+
+
+@check_of_two
+def rates_that_differ_between_ranks_are_an_error_when_they_matter():
+    model = Given(*SHAPES)
+    base = torch.optim.SGD(model.parameters(), lr=0.5 if RANK else 0.25)
+    compressor = hvc.Compression.dore(model, rescale=True, optimizer=base)
+    optimizer = hvd.DistributedOptimizer(base, named_parameters=model.named_parameters(), compression=compressor)
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "learning rate")
+
+
 # Failures
 
 

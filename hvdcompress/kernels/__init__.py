@@ -1,21 +1,22 @@
 """The door to the kernels: some coarse, pure functions on contiguous float32 vectors.
 
-Nothing above this door does arithmetic on a gradient but through it, so another set with the same signatures and the
-same bytes can take the place of the NumPy one, which is the definition.
+Nothing above this door does arithmetic on a gradient but through it. Behind it are two sets with the same signatures and
+the same bytes: NumPy's, which is the definition, and the compiled one, which is used where it was built.
+
+    HVDCOMPRESS_KERNELS      "numpy" or "native", to use one of them whatever is there
+    HVDCOMPRESS_NUM_THREADS  threads of a compiled kernel, 1 unless told: ranks share a machine
+    HVDCOMPRESS_ISA          "baseline", "avx2" or "avx512", instead of the best that the processor has
 """
 
-from .numpy import (
-    TERNARY_RUN,
-    all_finite,
-    divide,
-    sum_of_squares,
-    ternary_bytes,
-    ternary_decode_add,
-    ternary_encode,
-    ternary_noise,
-    weighted_sum,
-    zeros,
-)
+from __future__ import annotations
+
+import os
+import warnings
+from types import ModuleType
+from typing import Any
+
+from . import numpy as _numpy
+from .numpy import TERNARY_RUN, ternary_bytes, zeros
 from .random import derive_key
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "all_finite",
     "derive_key",
     "divide",
+    "implementation",
     "sum_of_squares",
     "ternary_bytes",
     "ternary_decode_add",
@@ -31,3 +33,43 @@ __all__ = [
     "weighted_sum",
     "zeros",
 ]
+
+
+def _chosen() -> ModuleType | Any:
+    wanted = os.environ.get("HVDCOMPRESS_KERNELS", "")
+    if wanted not in ("", "numpy", "native"):
+        raise ValueError(f"HVDCOMPRESS_KERNELS must be 'numpy' or 'native', not {wanted!r}")
+    if wanted == "numpy":
+        return _numpy
+    try:
+        from . import _native
+    except ImportError as error:
+        if wanted == "native":
+            raise
+        warnings.warn(
+            f"the compiled kernels are not there ({error}); NumPy's serve, many times slower: install hvdcompress where there "
+            "is a C++ compiler, or set HVDCOMPRESS_KERNELS=numpy to accept it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return _numpy
+    _native.set_threads(int(os.environ.get("HVDCOMPRESS_NUM_THREADS", "1")))
+    if "HVDCOMPRESS_ISA" in os.environ:
+        _native.choose(os.environ["HVDCOMPRESS_ISA"])
+    return _native
+
+
+_set = _chosen()
+
+all_finite = _set.all_finite
+divide = _set.divide
+sum_of_squares = _set.sum_of_squares
+ternary_decode_add = _set.ternary_decode_add
+ternary_encode = _set.ternary_encode
+ternary_noise = _set.ternary_noise
+weighted_sum = _set.weighted_sum
+
+
+def implementation() -> str:
+    """Which set serves: "numpy", or the instruction set of the compiled one."""
+    return "numpy" if _set is _numpy else str(_set.instruction_set())

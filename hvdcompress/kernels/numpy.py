@@ -21,7 +21,10 @@ CHUNK = 1 << 14  # elements worked on at a time, so that temporaries stay in the
 
 TERNARY_RUN = 16  # blocks that share one base octave when scales are bytes
 STEPS = 8  # scales an octave when scales are bytes
-EIGHTHS = np.exp2(np.arange(1, STEPS + 1) / STEPS - 1).astype(np.float32)  # 2**(-7/8) ... 2**0
+# float32[8]: 2**(-7/8) ... 2**0, to the bit, since they are part of the wire format
+EIGHTHS = np.uint32([0x3F0B95C2, 0x3F1837F0, 0x3F25FED7, 0x3F3504F3, 0x3F45672A, 0x3F5744FD, 0x3F6AC0C7, 0x3F800000]).view(
+    np.float32
+)
 
 
 def zeros(n: int) -> Array:
@@ -188,24 +191,24 @@ def _byte_scales(maxima: Array) -> Bytes:
 
     The run's byte is 127 + B, where 2**B is the least power of two that is no less than the run's maxima; 0 if all of
     them are zero. A block's byte c > 0 stands for 2**(B + (c - 255) / 8), the least such value that is no less than the
-    block's maximum (and no less than what c = 1 stands for); c = 0 for zero. Where a maximum is not finite the run's
-    byte is 0 and c is 255.
+    block's maximum (and no less than what c = 1 stands for); c = 0 for zero. A run with a maximum that is not finite has
+    the byte 0 and c = 255 throughout.
     """
     runs = -(-maxima.size // TERNARY_RUN)
-    eighths = np.zeros(runs * TERNARY_RUN, np.int64)  # the least integer e with maximum <= 2**(e / 8)
-    nonzero = np.zeros(runs * TERNARY_RUN, bool)
-    nonzero[: maxima.size] = maxima != 0
-    mantissa, octave = np.frexp(maxima)  # maximum = mantissa * 2**octave, 1/2 <= mantissa < 1
-    step = np.searchsorted(EIGHTHS, mantissa.astype(np.float32)) + 1 - STEPS  # mantissa <= 2**(step / 8)
+    padded = np.pad(maxima, (0, runs * TERNARY_RUN - maxima.size))
+    broken = np.isnan(padded)
+    padded[broken] = 0
+    mantissa, octave = np.frexp(padded)  # maximum = mantissa * 2**octave, 1/2 <= mantissa < 1
+    step = np.searchsorted(EIGHTHS, mantissa) + 1 - STEPS  # mantissa <= 2**(step / 8)
     # A mantissa of 1/2 is 2**-1 itself, one below the first of EIGHTHS.
-    eighths[: maxima.size] = octave.astype(np.int64) * STEPS + np.where(mantissa == 0.5, -STEPS, step)
-    eighths, nonzero = eighths.reshape(runs, TERNARY_RUN), nonzero.reshape(runs, TERNARY_RUN)
+    eighths = octave.astype(np.int64) * STEPS + np.where(mantissa == 0.5, -STEPS, step)  # maximum <= 2**(eighths / 8)
+    eighths, nonzero, broken = (a.reshape(runs, TERNARY_RUN) for a in (eighths, padded != 0, broken))
     top = np.where(nonzero, eighths, -(1 << 30)).max(axis=1, initial=-(1 << 30))
     base = -(-top // STEPS)  # the octave B
     codes = np.clip(eighths - base[:, None] * STEPS + 255, 1, 255) * nonzero
     heads = np.where(nonzero.any(axis=1), base + 127, 0)
-    broken = np.isnan(np.pad(maxima, (0, runs * TERNARY_RUN - maxima.size))).reshape(runs, TERNARY_RUN)
-    codes[broken], heads[broken.any(axis=1)] = 255, 0
+    spoilt = broken.any(axis=1)
+    codes[spoilt], heads[spoilt] = 255, 0
     coded: Bytes = np.concatenate([heads, codes.ravel()[: maxima.size]]).astype(np.uint8)
     return coded
 

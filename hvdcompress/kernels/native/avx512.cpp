@@ -1,0 +1,6 @@
+#include "kernels.h"
+
+#include <immintrin.h>
+
+#define HVDCOMPRESS_ISA avx512
+#include "implementation.h"

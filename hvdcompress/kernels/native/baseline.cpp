@@ -1,0 +1,4 @@
+#include "kernels.h"
+
+#define HVDCOMPRESS_ISA baseline
+#include "implementation.h"

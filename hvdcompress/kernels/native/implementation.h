@@ -1,0 +1,404 @@
+// The kernels, once for each instruction set: the file that includes this one has set the target and `HVDCOMPRESS_ISA`.
+// Nothing from the standard library's templates is used here, so no code for one instruction set can end up in another.
+// Compiled without contraction: float arithmetic rounds after each operation, as NumPy's does.
+
+namespace hvdcompress {
+namespace {
+
+inline std::uint32_t bits_of(float x) {
+    std::uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float float_of(std::uint32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline float flush(float x) {  // subnormal numbers and -0 are +0
+    const std::uint32_t bits = bits_of(x);
+    return float_of(bits & kExponent ? bits : 0u);
+}
+
+inline std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
+
+// Bits, least significant first
+
+struct BitWriter {
+    std::uint8_t* out;
+    std::uint64_t pending = 0;
+    unsigned count = 0;
+
+    void put(std::uint64_t bits, unsigned n) {  // n <= 64, the bits above are zero
+        pending |= bits << count;
+        if (count + n >= 64) {
+            __builtin_memcpy(out, &pending, 8);
+            out += 8;
+            pending = count ? bits >> (64 - count) : 0;
+            count = count + n - 64;
+            if (!count) pending = 0;
+        } else {
+            count += n;
+        }
+    }
+    void flush() {
+        for (; count; pending >>= 8, count = count > 8 ? count - 8 : 0) *out++ = static_cast<std::uint8_t>(pending);
+    }
+};
+
+// n <= 64 bits from bit `at` on; none beyond `bytes` bytes is read.
+inline std::uint64_t get_bits(const std::uint8_t* in, std::size_t bytes, std::size_t at, unsigned n) {
+    if (!n) return 0;
+    const std::size_t byte = at / 8, left = bytes - byte;
+    const unsigned shift = at % 8;
+    std::uint64_t low = 0, high = 0;
+    if (left >= 9) {
+        __builtin_memcpy(&low, in + byte, 8);
+        high = in[byte + 8];
+    } else {
+        for (std::size_t i = 0; i < left && i < 8; ++i) low |= std::uint64_t{in[byte + i]} << (8 * i);
+    }
+    std::uint64_t bits = low >> shift;
+    if (shift) bits |= high << (64 - shift);
+    return n == 64 ? bits : bits & ((std::uint64_t{1} << n) - 1);
+}
+
+// The bits of `bits` where `mask` is set, moved together; and back.
+inline std::uint64_t extract(std::uint64_t bits, std::uint64_t mask) {
+#ifdef __BMI2__
+    return _pext_u64(bits, mask);
+#else
+    std::uint64_t out = 0;
+    for (unsigned k = 0; mask; mask &= mask - 1, ++k) out |= ((bits >> __builtin_ctzll(mask)) & 1u) << k;
+    return out;
+#endif
+}
+
+inline std::uint64_t deposit(std::uint64_t bits, std::uint64_t mask) {
+#ifdef __BMI2__
+    return _pdep_u64(bits, mask);
+#else
+    std::uint64_t out = 0;
+    for (; mask; mask &= mask - 1, bits >>= 1) out |= (bits & 1u) ? mask & -mask : 0;
+    return out;
+#endif
+}
+
+// Scales
+
+constexpr std::uint32_t kEighths[8] = {0x3f0b95c2, 0x3f1837f0, 0x3f25fed7, 0x3f3504f3,
+                                       0x3f45672a, 0x3f5744fd, 0x3f6ac0c7, 0x3f800000};  // 2^(-7/8) ... 2^0
+
+// The least e with maximum <= 2^(e/8), for a normal maximum.
+inline int eighths_of(float maximum) {
+    const std::uint32_t bits = bits_of(maximum);
+    const int octave = static_cast<int>(bits >> 23) - 126;
+    const std::uint32_t mantissa = (bits & 0x007fffffu) | (126u << 23);  // of [1/2, 1)
+    if (mantissa == 0x3f000000u) return 8 * octave - 8;
+    int step = 0;
+    while (kEighths[step] < mantissa) ++step;
+    return 8 * octave + step - 7;
+}
+
+inline float byte_scale(std::uint8_t head, std::uint8_t code) {
+    if (!code) return 0.0f;
+    if (!head) return float_of(0x7fc00000u);
+    const int e = (static_cast<int>(head) - 127) * 8 + code - 255 - 1;
+    const int octave = (e >= 0 ? e / 8 : -((7 - e) / 8)), step = e - 8 * octave;
+    // kEighths[step] * 2^(octave + 1); from 2^-126 to the largest float
+    const std::uint32_t bits = kEighths[step];
+    const int exponent = static_cast<int>(bits >> 23) + octave + 1;
+    if (exponent < 1) return float_of(kTiny);
+    if (exponent > 254) return float_of(0x7f7fffffu);
+    return float_of((bits & 0x007fffffu) | static_cast<std::uint32_t>(exponent) << 23);
+}
+
+// The scales of one run, from its blocks' maxima: what is written, and what a decoder will read, in place.
+inline void encode_scales(float* maxima, std::size_t blocks, bool byte_scales, std::uint8_t* head, std::uint8_t* scales) {
+    if (!byte_scales) {
+        for (std::size_t b = 0; b < blocks; ++b) {
+            std::uint32_t bits = bits_of(maxima[b]);
+            __builtin_memcpy(scales + 4 * b, &bits, 4);
+        }
+        return;
+    }
+    int top = 0, eighths[kRun];
+    bool any = false, broken = false;
+    for (std::size_t b = 0; b < blocks; ++b) {
+        broken |= maxima[b] != maxima[b];
+        if (!(maxima[b] > 0)) continue;
+        eighths[b] = eighths_of(maxima[b]);
+        top = !any || eighths[b] > top ? eighths[b] : top;
+        any = true;
+    }
+    const int base = top >= 0 ? (top + 7) / 8 : -(-top / 8);
+    *head = !any || broken ? 0 : static_cast<std::uint8_t>(base + 127);
+    for (std::size_t b = 0; b < blocks; ++b) {
+        if (broken) {
+            scales[b] = 255;
+        } else if (maxima[b] > 0) {
+            const int code = eighths[b] - 8 * base + 255;
+            scales[b] = static_cast<std::uint8_t>(code < 1 ? 1 : code);
+        } else {
+            scales[b] = 0;
+        }
+        maxima[b] = byte_scale(*head, scales[b]);
+    }
+}
+
+inline float read_scale(const std::uint8_t* heads, const std::uint8_t* scales, std::size_t b, bool byte_scales) {
+    if (byte_scales) return byte_scale(heads[b / kRun], scales[b]);
+    std::uint32_t bits;
+    __builtin_memcpy(&bits, scales + 4 * b, 4);
+    return flush(float_of(bits));
+}
+
+// max|x|, zero where it is subnormal, NaN where an element is not finite. As integers, magnitudes are in order.
+inline float maximum(const float* x, std::size_t n) {
+    std::uint32_t top = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t bits = bits_of(x[i]) & kMagnitude;
+        top = bits > top ? bits : top;
+    }
+    return top >= kExponent ? float_of(0x7fc00000u) : top < kTiny ? 0.0f : float_of(top);
+}
+
+// Draws
+
+constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15ull;
+
+inline std::uint64_t block_key(std::uint64_t key, std::uint64_t number) {
+    std::uint64_t z = key + (number + 1) * kGolden;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+struct Chosen {
+    std::uint64_t mask, negative;  // bit i: element i is not zero; it is negative
+};
+
+// Up to 64 elements of a block with scale `scale`, the first of them the block's element `place`.
+inline Chosen choose(const float* x, unsigned n, float scale, std::uint64_t key, std::uint32_t place) {
+    const std::uint32_t low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
+    std::uint64_t mask = 0, negative = 0;
+#if defined(__AVX512F__)
+    const __m512i lanes = _mm512_mullo_epi32(
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(static_cast<int>(0x9E3779B1u)));
+    for (unsigned i = 0; i < n; i += 16) {
+        const __mmask16 live = n - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (n - i)) - 1);
+        const __m512i bits = _mm512_maskz_loadu_epi32(live, x + i);
+        __m512i h = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>((place + i) * 0x9E3779B1u)));
+        h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(low)));
+        h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
+        h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int>(0x85EBCA6Bu)));
+        h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(high)));
+        h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 13));
+        h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int>(0xC2B2AE35u)));
+        h = _mm512_srli_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), 9);
+        const __m512 u = _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(h), _mm512_set1_ps(0x1p-23f)), _mm512_set1_ps(0x1p-24f));
+        __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitude));
+        size = _mm512_maskz_mov_epi32(_mm512_cmpge_epu32_mask(size, _mm512_set1_epi32(kTiny)), size);
+        const __mmask16 not_chosen = _mm512_cmp_ps_mask(_mm512_mul_ps(u, _mm512_set1_ps(scale)), _mm512_castsi512_ps(size), _CMP_GE_OQ);
+        const __mmask16 below = _mm512_cmp_ps_mask(_mm512_castsi512_ps(bits), _mm512_setzero_ps(), _CMP_LT_OQ);
+        mask |= std::uint64_t{static_cast<std::uint16_t>(~not_chosen & live)} << i;
+        negative |= std::uint64_t{below} << i;
+    }
+#elif defined(__AVX2__)
+    const __m256i lanes =
+        _mm256_mullo_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32(static_cast<int>(0x9E3779B1u)));
+    alignas(32) float padded[8];
+    for (unsigned i = 0; i < n; i += 8) {
+        const float* from = x + i;
+        unsigned live = 0xff;
+        if (n - i < 8) {
+            for (unsigned k = 0; k < 8; ++k) padded[k] = k < n - i ? x[i + k] : 0.0f;
+            from = padded;
+            live = (1u << (n - i)) - 1;
+        }
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        __m256i h = _mm256_add_epi32(lanes, _mm256_set1_epi32(static_cast<int>((place + i) * 0x9E3779B1u)));
+        h = _mm256_xor_si256(h, _mm256_set1_epi32(static_cast<int>(low)));
+        h = _mm256_xor_si256(h, _mm256_srli_epi32(h, 16));
+        h = _mm256_mullo_epi32(h, _mm256_set1_epi32(static_cast<int>(0x85EBCA6Bu)));
+        h = _mm256_xor_si256(h, _mm256_set1_epi32(static_cast<int>(high)));
+        h = _mm256_xor_si256(h, _mm256_srli_epi32(h, 13));
+        h = _mm256_mullo_epi32(h, _mm256_set1_epi32(static_cast<int>(0xC2B2AE35u)));
+        h = _mm256_srli_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), 9);
+        const __m256 u = _mm256_add_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(h), _mm256_set1_ps(0x1p-23f)), _mm256_set1_ps(0x1p-24f));
+        __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(kMagnitude));
+        size = _mm256_and_si256(size, _mm256_cmpgt_epi32(size, _mm256_set1_epi32(kTiny - 1)));
+        const __m256 not_chosen = _mm256_cmp_ps(_mm256_mul_ps(u, _mm256_set1_ps(scale)), _mm256_castsi256_ps(size), _CMP_GE_OQ);
+        const __m256 below = _mm256_cmp_ps(_mm256_castsi256_ps(bits), _mm256_setzero_ps(), _CMP_LT_OQ);
+        mask |= std::uint64_t{~static_cast<unsigned>(_mm256_movemask_ps(not_chosen)) & live} << i;
+        negative |= std::uint64_t{static_cast<unsigned>(_mm256_movemask_ps(below))} << i;
+    }
+#else
+    for (unsigned i = 0; i < n; ++i) {
+        std::uint32_t h = ((place + i) * 0x9E3779B1u) ^ low;
+        h ^= h >> 16;
+        h *= 0x85EBCA6Bu;
+        h ^= high;
+        h ^= h >> 13;
+        h *= 0xC2B2AE35u;
+        h ^= h >> 16;
+        const float u = static_cast<float>(h >> 9) * 0x1p-23f + 0x1p-24f;
+        const float size = flush(float_of(bits_of(x[i]) & kMagnitude));
+        mask |= std::uint64_t{!(u * scale >= size)} << i;
+        negative |= std::uint64_t{x[i] < 0.0f} << i;
+    }
+#endif
+    return {mask, negative & mask};
+}
+
+std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
+                           bool byte_scales, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
+                           std::uint8_t* signs) {
+    BitWriter masks{mask}, negatives{signs};
+    std::size_t nonzeros = 0;
+    float run[kRun];
+    const std::size_t blocks = (n + block - 1) / block;
+    for (std::size_t start = 0; start < blocks; start += kRun) {
+        const std::size_t in_run = smaller(kRun, blocks - start);
+        for (std::size_t b = 0; b < in_run; ++b) {
+            const std::size_t at = (start + b) * block;
+            run[b] = maximum(x + at, smaller(block, n - at));
+        }
+        encode_scales(run, in_run, byte_scales, heads + start / kRun, scales + start * (byte_scales ? 1 : 4));
+        for (std::size_t b = 0; b < in_run; ++b) {
+            const std::size_t at = (start + b) * block, size = smaller(block, n - at);
+            const std::uint64_t draws = block_key(key, first + start + b);
+            for (std::size_t place = 0; place < size; place += 64) {
+                const unsigned count = static_cast<unsigned>(smaller(64, size - place));
+                Chosen chosen{0, 0};
+                if (run[b] != 0.0f) chosen = choose(x + at + place, count, run[b], draws, static_cast<std::uint32_t>(place));
+                const unsigned taken = static_cast<unsigned>(__builtin_popcountll(chosen.mask));
+                masks.put(chosen.mask, count);
+                negatives.put(extract(chosen.negative, chosen.mask), taken);
+                nonzeros += taken;
+            }
+        }
+    }
+    masks.flush();
+    negatives.flush();
+    return nonzeros;
+}
+
+// Adds +-step to the elements of `mask`, n <= 64 of them.
+inline void add_steps(float* out, unsigned n, float step, std::uint64_t mask, std::uint64_t negative) {
+#if defined(__AVX512F__)
+    const __m512 plus = _mm512_set1_ps(step), minus = _mm512_set1_ps(-step);
+    const __m512i exponent = _mm512_set1_epi32(kExponent);
+    for (unsigned i = 0; i < n; i += 16) {
+        const __mmask16 live = static_cast<__mmask16>(mask >> i);
+        if (!live) continue;
+        __m512i y = _mm512_maskz_loadu_epi32(live, out + i);
+        y = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(y, exponent), y);
+        const __m512 steps = _mm512_mask_mov_ps(plus, static_cast<__mmask16>(negative >> i), minus);
+        y = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(y), steps));
+        y = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(y, exponent), y);
+        _mm512_mask_storeu_epi32(out + i, live, y);
+    }
+#else
+    (void)n;
+    for (; mask; mask &= mask - 1) {
+        const unsigned i = static_cast<unsigned>(__builtin_ctzll(mask));
+        out[i] = flush(flush(out[i]) + ((negative >> i) & 1u ? -step : step));
+    }
+#endif
+}
+
+void ternary_decode_add(float* out, std::size_t n, std::size_t block, float factor, bool byte_scales, const std::uint8_t* heads,
+                        const std::uint8_t* scales, const std::uint8_t* mask, const std::uint8_t* signs,
+                        std::size_t signs_bytes, std::size_t sign) {
+    const std::size_t mask_bytes = (n + 7) / 8;
+    for (std::size_t b = 0, at = 0; at < n; ++b, at += block) {
+        const std::size_t size = smaller(block, n - at);
+        const float step = flush(factor * read_scale(heads, scales, b, byte_scales));
+        for (std::size_t place = 0; place < size; place += 64) {
+            const unsigned count = static_cast<unsigned>(smaller(64, size - place));
+            const std::uint64_t chosen = get_bits(mask, mask_bytes, at + place, count);
+            if (!chosen) continue;
+            const unsigned taken = static_cast<unsigned>(__builtin_popcountll(chosen));
+            add_steps(out + at + place, count, step, chosen, deposit(get_bits(signs, signs_bytes, sign, taken), chosen));
+            sign += taken;
+        }
+    }
+}
+
+// Element by element
+
+void add_term(float* out, const float* x, float factor, bool first, std::size_t n) {
+    if (first) {
+        for (std::size_t i = 0; i < n; ++i) out[i] = flush(factor * flush(x[i]));
+    } else {
+        for (std::size_t i = 0; i < n; ++i) out[i] = flush(out[i] + flush(factor * flush(x[i])));
+    }
+}
+
+void divide(float* out, const float* x, float divisor, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = flush(flush(x[i]) / divisor);
+}
+
+bool all_finite(const float* x, std::size_t n) {
+    std::uint32_t top = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t bits = bits_of(x[i]) & kMagnitude;
+        top = bits > top ? bits : top;
+    }
+    return top < kExponent;
+}
+
+constexpr std::size_t kLanes = 16;  // sums for figures only: in so many parts, so that they vectorise
+
+double sum_of_squares(const float* x, std::size_t n) {
+    double parts[kLanes] = {}, total = 0;
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (std::size_t k = 0; k < kLanes; ++k) parts[k] += static_cast<double>(x[i + k]) * x[i + k];
+    for (; i < n; ++i) total += static_cast<double>(x[i]) * x[i];
+    for (std::size_t k = 0; k < kLanes; ++k) total += parts[k];
+    return total;
+}
+
+double sum_of_magnitudes(const float* x, std::size_t n) {
+    double parts[kLanes] = {}, total = 0;
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (std::size_t k = 0; k < kLanes; ++k) parts[k] += float_of(bits_of(x[i + k]) & kMagnitude);
+    for (; i < n; ++i) total += float_of(bits_of(x[i]) & kMagnitude);
+    for (std::size_t k = 0; k < kLanes; ++k) total += parts[k];
+    return total;
+}
+
+double ternary_noise(const float* x, std::size_t n, std::size_t block, bool byte_scales) {
+    double noise = 0;
+    float run[kRun];
+    std::uint8_t head, scales[4 * kRun];
+    const std::size_t blocks = (n + block - 1) / block;
+    for (std::size_t start = 0; start < blocks; start += kRun) {
+        const std::size_t in_run = smaller(kRun, blocks - start);
+        for (std::size_t b = 0; b < in_run; ++b) {
+            const std::size_t at = (start + b) * block;
+            run[b] = maximum(x + at, smaller(block, n - at));
+        }
+        encode_scales(run, in_run, byte_scales, &head, scales);
+        for (std::size_t b = 0; b < in_run; ++b) {
+            const std::size_t at = (start + b) * block, size = smaller(block, n - at);
+            noise += sum_of_magnitudes(x + at, size) * run[b] - sum_of_squares(x + at, size);
+        }
+    }
+    return noise < 0 ? 0 : noise;
+}
+
+}  // namespace
+
+#define HVDCOMPRESS_NAME(isa) #isa
+#define HVDCOMPRESS_NAME_OF(isa) HVDCOMPRESS_NAME(isa)
+extern const Kernels HVDCOMPRESS_ISA = {
+    HVDCOMPRESS_NAME_OF(HVDCOMPRESS_ISA), all_finite, sum_of_squares, add_term, divide, ternary_encode, ternary_decode_add, ternary_noise,
+};
+
+}  // namespace hvdcompress

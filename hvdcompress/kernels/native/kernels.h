@@ -1,0 +1,34 @@
+// What one instruction set offers: the same functions, compiled once for each of them, on raw pointers.
+// hvdcompress/kernels/numpy.py is the definition of each; the bytes are the same.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace hvdcompress {
+
+constexpr std::size_t kRun = 16;         // blocks that share one base octave when scales are bytes
+constexpr std::uint32_t kExponent = 0x7f800000u;
+constexpr std::uint32_t kMagnitude = 0x7fffffffu;
+constexpr std::uint32_t kTiny = 0x00800000u;  // the smallest normal float32
+
+struct Kernels {
+    const char* name;
+    bool (*all_finite)(const float* x, std::size_t n);
+    double (*sum_of_squares)(const float* x, std::size_t n);
+    // out[i] = flush(flush(factor * flush(x[i])) + out[i]); the first term is stored, not added.
+    void (*add_term)(float* out, const float* x, float factor, bool first, std::size_t n);
+    void (*divide)(float* out, const float* x, float divisor, std::size_t n);
+    // Scales and mask of `runs` runs of blocks from x on; the signs go to `signs` from bit 0 on. Returns their number.
+    std::size_t (*ternary_encode)(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
+                                  bool byte_scales, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
+                                  std::uint8_t* signs);
+    // Adds n decoded elements to out; the first one is the start of a run, its sign is bit `sign` of `signs`.
+    void (*ternary_decode_add)(float* out, std::size_t n, std::size_t block, float factor, bool byte_scales,
+                               const std::uint8_t* heads, const std::uint8_t* scales, const std::uint8_t* mask,
+                               const std::uint8_t* signs, std::size_t signs_bytes, std::size_t sign);
+    double (*ternary_noise)(const float* x, std::size_t n, std::size_t block, bool byte_scales);
+};
+
+extern const Kernels baseline, avx2, avx512;
+
+}  // namespace hvdcompress

@@ -1,0 +1,259 @@
+// hvdcompress.kernels._native: the kernels as Python functions on NumPy arrays, with the signatures of kernels/numpy.py.
+//
+// Arrays are checked here, and everything that comes from a peer is checked here or in kernels.h before it is used.
+// The GIL is released while a kernel runs.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+
+namespace py = pybind11;
+using hvdcompress::Kernels;
+using hvdcompress::kRun;
+
+namespace {
+
+constexpr std::size_t kLeastWork = 1 << 16;  // elements that are worth a thread
+constexpr std::size_t kPiece = 1 << 12;      // elements that stay in the cache between the terms of a sum
+
+const Kernels* kernels = nullptr;
+std::size_t threads = 1;
+
+std::vector<const Kernels*> available() {
+    std::vector<const Kernels*> found{&hvdcompress::baseline};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) found.push_back(&hvdcompress::avx2);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2"))
+        found.push_back(&hvdcompress::avx512);
+#endif
+    return found;
+}
+
+// Runs work(begin, end) over [0, n), cut at multiples of `grain`, on as many threads as are worth it.
+void in_parallel(std::size_t n, std::size_t grain, std::size_t elements_each,
+                 const std::function<void(std::size_t, std::size_t, std::size_t)>& work) {
+    const std::size_t grains = (n + grain - 1) / grain;
+    const std::size_t parts = std::max<std::size_t>(1, std::min({threads, grains, n * elements_each / kLeastWork}));
+    auto part = [&](std::size_t i) { work(i, std::min(n, grains * i / parts * grain), std::min(n, grains * (i + 1) / parts * grain)); };
+    std::vector<std::thread> others;
+    for (std::size_t i = 1; i < parts; ++i) others.emplace_back(part, i);
+    part(0);
+    for (auto& other : others) other.join();
+}
+
+template <typename T>
+struct Vector {
+    T* data;
+    std::size_t size;
+};
+
+[[noreturn]] void wrong(const char* name, const char* what) {
+    throw py::type_error(std::string(name) + " must be a contiguous " + what + " array");
+}
+
+Vector<const float> floats(const py::array& array, const char* name) {
+    if (!py::isinstance<py::array_t<float>>(array) || !(array.flags() & py::array::c_style)) wrong(name, "float32");
+    return {static_cast<const float*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
+Vector<float> mutable_floats(py::array& array, const char* name) {
+    const auto checked = floats(array, name);
+    return {static_cast<float*>(array.mutable_data()), checked.size};  // raises if it is read-only
+}
+
+Vector<const std::uint8_t> bytes(const py::array& array, const char* name) {
+    if (!py::isinstance<py::array_t<std::uint8_t>>(array) || !(array.flags() & py::array::c_style)) wrong(name, "uint8");
+    return {static_cast<const std::uint8_t*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
+[[noreturn]] void payload_error(const std::string& message) {
+    const py::object error = py::module_::import("hvdcompress.errors").attr("PayloadError");
+    PyErr_SetString(error.ptr(), message.c_str());
+    throw py::error_already_set();
+}
+
+std::size_t scale_bytes(std::size_t blocks, bool byte_scales) {
+    return byte_scales ? blocks + (blocks + kRun - 1) / kRun : 4 * blocks;
+}
+
+void check_block(std::size_t block) {
+    if (block < 1 || block > (std::size_t{1} << 31)) throw py::value_error("block must be from 1 to 2^31 elements");
+}
+
+bool all_finite(const py::array& x) {
+    const auto in = floats(x, "x");
+    py::gil_scoped_release release;
+    return kernels->all_finite(in.data, in.size);
+}
+
+double sum_of_squares(const py::array& x) {
+    const auto in = floats(x, "x");
+    py::gil_scoped_release release;
+    return kernels->sum_of_squares(in.data, in.size);
+}
+
+py::array_t<float> weighted_sum(const py::args& terms) {
+    std::vector<Vector<const float>> vectors;
+    std::vector<float> factors;
+    for (const auto& term : terms) {
+        const auto pair = py::cast<py::tuple>(term);
+        factors.push_back(static_cast<float>(py::cast<double>(pair[0])));
+        vectors.push_back(floats(py::cast<py::array>(pair[1]), "a term"));
+        if (vectors.back().size != vectors.front().size) throw py::value_error("the terms of a sum differ in size");
+    }
+    if (vectors.empty()) throw py::value_error("a sum needs a term");
+    const std::size_t n = vectors.front().size;
+    py::array_t<float> sum(static_cast<py::ssize_t>(n));
+    float* out = sum.mutable_data();
+    py::gil_scoped_release release;
+    in_parallel(n, kPiece, vectors.size(), [&](std::size_t, std::size_t begin, std::size_t end) {
+        for (std::size_t at = begin; at < end; at += kPiece) {
+            const std::size_t size = std::min(kPiece, end - at);
+            for (std::size_t i = 0; i < vectors.size(); ++i) kernels->add_term(out + at, vectors[i].data + at, factors[i], i == 0, size);
+        }
+    });
+    return sum;
+}
+
+py::array_t<float> divide(const py::array& x, long long divisor) {
+    const auto in = floats(x, "x");
+    py::array_t<float> quotient(static_cast<py::ssize_t>(in.size));
+    float* out = quotient.mutable_data();
+    py::gil_scoped_release release;
+    in_parallel(in.size, kPiece, 1, [&](std::size_t, std::size_t begin, std::size_t end) {
+        kernels->divide(out + begin, in.data + begin, static_cast<float>(divisor), end - begin);
+    });
+    return quotient;
+}
+
+// Appends n bits of `from` to `to` at bit `at`; `to` is zero from there on.
+void append_bits(std::uint8_t* to, std::size_t at, const std::uint8_t* from, std::size_t n) {
+    const std::size_t source = (n + 7) / 8;
+    const unsigned shift = at % 8;
+    std::uint8_t* out = to + at / 8;
+    if (!shift) {
+        std::memcpy(out, from, source);
+        return;
+    }
+    for (std::size_t i = 0; i < source; ++i) {
+        out[i] = static_cast<std::uint8_t>(out[i] | from[i] << shift);
+        if ((at % 8) + n > 8 * (i + 1)) out[i + 1] = static_cast<std::uint8_t>(from[i] >> (8 - shift));
+    }
+}
+
+py::array ternary_encode(const py::array& x, std::size_t block, std::uint64_t key, std::uint64_t first, bool byte_scales) {
+    const auto in = floats(x, "x");
+    check_block(block);
+    const std::size_t blocks = (in.size + block - 1) / block, runs = (blocks + kRun - 1) / kRun;
+    const std::size_t head = scale_bytes(blocks, byte_scales), mask_bytes = (in.size + 7) / 8;
+    py::array_t<std::uint8_t> payload(static_cast<py::ssize_t>(head + 2 * mask_bytes));
+    std::uint8_t* out = payload.mutable_data();
+    std::uint8_t* signs = out + head + mask_bytes;
+    std::size_t nonzeros = 0;
+    {
+        py::gil_scoped_release release;
+        struct Part {
+            std::vector<std::uint8_t> signs;  // of all threads but the first, which writes in place
+            std::size_t nonzeros = 0;
+        };
+        std::vector<Part> parts(threads);
+        in_parallel(runs, 1, kRun * block, [&](std::size_t i, std::size_t begin, std::size_t end) {
+            const std::size_t at = begin * kRun * block, size = std::min(in.size, end * kRun * block) - at;
+            if (i) parts[i].signs.resize((size + 7) / 8);
+            std::uint8_t* scales = byte_scales ? out + runs + begin * kRun : out + 4 * begin * kRun;
+            parts[i].nonzeros = kernels->ternary_encode(in.data + at, size, block, key, first + begin * kRun, byte_scales, out + begin,
+                                                        scales, out + head + at / 8, i ? parts[i].signs.data() : signs);
+        });
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            if (i && parts[i].nonzeros) append_bits(signs, nonzeros, parts[i].signs.data(), parts[i].nonzeros);
+            nonzeros += parts[i].nonzeros;
+        }
+    }
+    return payload[py::slice(0, static_cast<py::ssize_t>(head + mask_bytes + (nonzeros + 7) / 8), 1)];
+}
+
+std::size_t count_bits(const std::uint8_t* data, std::size_t size) {
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < size;) {
+        std::uint64_t word = 0;
+        const std::size_t step = std::min<std::size_t>(8, size - i);
+        std::memcpy(&word, data + i, step);
+        count += static_cast<std::size_t>(__builtin_popcountll(word));
+        i += step;
+    }
+    return count;
+}
+
+std::size_t ternary_decode_add(const py::array& payload, py::array out, std::size_t block, double factor, bool byte_scales) {
+    const auto in = bytes(payload, "payload");
+    const auto target = mutable_floats(out, "out");
+    check_block(block);
+    const std::size_t n = target.size, blocks = (n + block - 1) / block, runs = (blocks + kRun - 1) / kRun;
+    const std::size_t head = scale_bytes(blocks, byte_scales), mask_bytes = (n + 7) / 8;
+    if (in.size < head + mask_bytes)
+        payload_error("a ternary payload of " + std::to_string(n) + " elements has at least " + std::to_string(head + mask_bytes) +
+                      " bytes, not " + std::to_string(in.size));
+    const std::uint8_t* mask = in.data + head;
+    if (n % 8 && mask[mask_bytes - 1] >> (n % 8))
+        payload_error("a ternary payload marks elements after its " + std::to_string(n) + "th");
+    const std::size_t nonzeros = count_bits(mask, mask_bytes), signs_bytes = (nonzeros + 7) / 8;
+    if (in.size != head + mask_bytes + signs_bytes)
+        payload_error("a ternary payload of " + std::to_string(n) + " elements, " + std::to_string(nonzeros) + " of them not zero, has " +
+                      std::to_string(head + mask_bytes + signs_bytes) + " bytes, not " + std::to_string(in.size));
+    py::gil_scoped_release release;
+    in_parallel(runs, 1, kRun * block, [&](std::size_t i, std::size_t begin, std::size_t end) {
+        const std::size_t at = begin * kRun * block, size = std::min(n, end * kRun * block) - at;
+        const std::uint8_t* scales = byte_scales ? in.data + runs + begin * kRun : in.data + 4 * begin * kRun;
+        kernels->ternary_decode_add(target.data + at, size, block, static_cast<float>(factor), byte_scales, in.data + begin, scales,
+                                    mask + at / 8, mask + mask_bytes, signs_bytes, i ? count_bits(mask, at / 8) : 0);
+    });
+    return nonzeros;
+}
+
+double ternary_noise(const py::array& x, std::size_t block, bool byte_scales) {
+    const auto in = floats(x, "x");
+    check_block(block);
+    py::gil_scoped_release release;
+    return kernels->ternary_noise(in.data, in.size, block, byte_scales);
+}
+
+void choose(const std::string& name) {
+    for (const Kernels* found : available())
+        if (name == found->name) {
+            kernels = found;
+            return;
+        }
+    throw py::value_error("this machine has no instruction set " + name);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+    kernels = available().back();
+    m.def("all_finite", &all_finite);
+    m.def("sum_of_squares", &sum_of_squares);
+    m.def("weighted_sum", &weighted_sum);
+    m.def("divide", &divide);
+    m.def("ternary_encode", &ternary_encode);
+    m.def("ternary_decode_add", &ternary_decode_add);
+    m.def("ternary_noise", &ternary_noise);
+    m.def("instruction_sets", [] {
+        py::list names;
+        for (const Kernels* found : available()) names.append(found->name);
+        return names;
+    });
+    m.def("instruction_set", [] { return kernels->name; });
+    m.def("choose", &choose);
+    m.def("set_threads", [](std::size_t n) { threads = std::max<std::size_t>(1, n); });
+}

@@ -1,0 +1,146 @@
+"""The compiled kernels give the bytes of the NumPy ones, on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from hvdcompress import PayloadError
+from hvdcompress.kernels import numpy as definition
+
+native = pytest.importorskip("hvdcompress.kernels._native", reason="the compiled kernels are not built")
+
+SIZES = [*range(301), 1023, 4097, 65_537, 200_003]
+KINDS = ["normal", "zero", "one hot", "1e-30", "subnormal", "around the smallest", "huge", "spread", "NaN", "inf", "minus zero"]
+
+
+CONFIGURATIONS = [(isa, threads) for isa in native.instruction_sets() for threads in (1, 3)]
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = native.instruction_set()
+    yield
+    native.choose(before)
+    native.set_threads(1)
+
+
+def everywhere() -> Iterator[str]:
+    """Sets every instruction set and number of threads in turn."""
+    for isa, threads in CONFIGURATIONS:
+        native.choose(isa)
+        native.set_threads(threads)
+        yield f"{isa}, {threads} threads"
+
+
+def vector(kind: str, n: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng([seed, n])
+    x = rng.normal(size=n).astype(np.float32)
+    if kind in ("zero", "one hot"):
+        x[:] = 0
+        x[n // 2 : n // 2 + (kind == "one hot")] = -3.5
+    scale = {"1e-30": 1e-30, "subnormal": 2.0**-130, "around the smallest": 2.0**-126, "huge": 8e37}.get(kind, 1.0)
+    x = x * np.float32(scale)
+    if kind == "spread":
+        x *= np.exp2(rng.integers(-120, 120, n)).astype(np.float32)
+    if kind == "minus zero":
+        x[rng.random(n) < 0.5] = -0.0
+    if kind in ("NaN", "inf") and n:
+        x[rng.integers(0, n, 1 + n // 500)] = np.nan if kind == "NaN" else -np.inf
+    return x
+
+
+def same_bytes(a: np.ndarray, b: np.ndarray, message: str) -> None:
+    assert_array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8), message)
+
+
+def same_where_finite(got: np.ndarray, expected: np.ndarray, message: str) -> None:
+    """The same bytes, but for the bits inside a NaN, which mean nothing."""
+    spoilt = np.isnan(expected)
+    assert_array_equal(np.isnan(got), spoilt, message)
+    same_bytes(got[~spoilt], expected[~spoilt], message)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_ternary(kind: str) -> None:
+    for n in SIZES:
+        x, before = vector(kind, n), vector("normal", n, 1)
+        for block, byte_scales in itertools.product((1, 7, 64) if n < 100 else (37, 256), (False, True)):
+            first, factor = 16 * (n % 5), (1.0, -0.3, 1e-38)[n % 3]
+            payload = definition.ternary_encode(x, block, 77 + n, first, byte_scales)
+            expected = before.copy()
+            nonzeros = definition.ternary_decode_add(payload, expected, block, factor, byte_scales)
+            for configuration in everywhere():
+                where = f"{configuration}: {kind}, {n} elements, block {block}, byte scales {byte_scales}"
+                same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales), payload, where)
+                got = before.copy()
+                assert native.ternary_decode_add(payload, got, block, factor, byte_scales) == nonzeros, where
+                same_where_finite(got, expected, where)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_and_quotients(kind: str) -> None:
+    for n in SIZES:
+        x, y = vector(kind, n), vector("normal", n, 1) * np.float32(1e-37 if kind == "subnormal" else 1)
+        sums = [[(1.0, x)], [(1.0, x), (-1.0, y)], [(0.1, x), (1.0, y), (1e-3, x)], [(1.0, y), (-1.0, y)]]
+        expected = [*(definition.weighted_sum(*terms) for terms in sums), definition.divide(x, 3)]
+        for configuration in everywhere():
+            got = [*(native.weighted_sum(*terms) for terms in sums), native.divide(x, 3)]
+            for case, (g, e) in enumerate(zip(got, expected)):
+                same_where_finite(g, e, f"{configuration}: {kind}, {n} elements, case {case}")
+            assert native.all_finite(x) == definition.all_finite(x), f"{configuration}: {kind}, {n}"
+
+
+def test_figures_agree() -> None:
+    for _, kind, n in itertools.product(everywhere(), ("normal", "zero", "1e-30", "one hot"), (0, 1, 31, 1000, 65_537)):
+        x = vector(kind, n)
+        assert_allclose(native.sum_of_squares(x), definition.sum_of_squares(x), rtol=1e-12)
+        for block, byte_scales in ((64, True), (37, False)):
+            noise = definition.ternary_noise(x, block, byte_scales)
+            assert_allclose(
+                native.ternary_noise(x, block, byte_scales), noise, rtol=1e-6, atol=1e-9 * definition.sum_of_squares(x)
+            )
+
+
+def test_spoilt_payloads_are_refused_alike() -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(3000):
+        n, block, byte_scales = int(rng.integers(0, 200)), int(rng.choice([1, 7, 32])), bool(rng.integers(2))
+        payload = definition.ternary_encode(vector("normal", n, trial), block, trial, 0, byte_scales)
+        if payload.size and trial % 3:
+            payload[rng.integers(0, payload.size, 3)] = rng.integers(0, 256, 3)
+        payload = payload[: rng.integers(0, payload.size + 1)] if trial % 2 else payload
+        results = []
+        for k in (native, definition):
+            out = np.ones(n, np.float32)
+            try:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    k.ternary_decode_add(payload, out, block, 1.0, byte_scales)
+            except PayloadError as error:
+                results.append(str(error))
+                assert_array_equal(out, 1)
+            else:
+                results.append(np.nan_to_num(out, nan=7.5).tolist())
+        assert results[0] == results[1], f"trial {trial}"
+
+
+def test_arrays_of_another_kind_are_refused() -> None:
+    x = np.ones(10, np.float32)
+    payload = definition.ternary_encode(x, 4, 1, 0, False)
+    for bad in (x.astype(np.float64), np.ones((10, 2), np.float32)[:, 0]):
+        with pytest.raises(TypeError, match="float32"):
+            native.ternary_encode(bad, 4, 1, 0, False)
+        with pytest.raises(TypeError, match="float32"):
+            native.weighted_sum((1.0, bad))
+    frozen = np.ones(10, np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="writeable"):
+        native.ternary_decode_add(payload, frozen, 4, 1.0, False)
+    with pytest.raises(ValueError, match="differ in size"):
+        native.weighted_sum((1.0, x), (1.0, x[:5]))

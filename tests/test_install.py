@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
 from launch import ROOT
 
 PROGRAM = """
-import importlib.util, pathlib, sys
+import importlib.util, pathlib, sys, warnings
 import numpy as np
-import hvdcompress
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import hvdcompress
+from hvdcompress import kernels
+compiled = sys.argv[2] == "True"
+assert (kernels.implementation() != "numpy") == compiled, kernels.implementation()
+assert ["compiled kernels are not there" in str(w.message) for w in told] == ([] if compiled else [True]), told
 from hvdcompress import Dore, Layout
 from hvdcompress.drivers.simulate import Simulation
 assert pathlib.Path(hvdcompress.__file__).is_relative_to(sys.argv[1]), hvdcompress.__file__
@@ -21,23 +31,28 @@ np.testing.assert_array_equal(mean[0], 1)
 """
 
 
-def run(*command: str | Path, cwd: Path) -> None:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=240)
+def run(*command: str | Path, cwd: Path, **environment: str) -> None:
+    line = [str(part) for part in command]
+    done = subprocess.run(line, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
-def test_wheel_works_without_any_framework_from_another_directory(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path / "dist"]
-    run(*build, "--config-settings=--build-option=--quiet", ROOT, cwd=tmp_path)
-    (wheel,) = (tmp_path / "dist").glob("hvdcompress-*.whl")
-    target = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, wheel, cwd=tmp_path)
-    numpy_only = tmp_path / "numpy"
+@pytest.mark.parametrize("compiler", [True, False])
+def test_wheel_works_without_any_framework_from_another_directory(tmp_path: Path, compiler: bool) -> None:
+    source, target, numpy_only = (tmp_path / name for name in ("source", "site", "numpy"))
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    for name in filter(None, tracked):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    environment = {} if compiler else {"CC": "false", "CXX": "false"}
+    pip = (sys.executable, "-m", "pip")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source, cwd=tmp_path, **environment)
+    (wheel,) = tmp_path.glob("hvdcompress-*.whl")
+    run(*pip, "install", "--no-deps", "--target", target, wheel, cwd=tmp_path)
     numpy_only.mkdir()
-    import numpy
-
-    for part in Path(numpy.__file__).parent.parent.glob("numpy*"):
+    for part in Path(np.__file__).parent.parent.glob("numpy*"):
         (numpy_only / part.name).symlink_to(part)
     # -S: without site-packages, where the frameworks are.
     program = f"import sys; sys.path[:0] = [{str(target)!r}, {str(numpy_only)!r}]\n{PROGRAM}"
-    run(sys.executable, "-S", "-c", program, target, cwd=tmp_path)
+    run(sys.executable, "-S", "-c", program, target, str(compiler), cwd=tmp_path)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from . import numpy as _numpy
 from .numpy import TERNARY_RUN, ternary_bytes, zeros
 from .random import derive_key
 
@@ -35,14 +35,15 @@ __all__ = [
 ]
 
 
-def _chosen() -> ModuleType | Any:
+def _native() -> ModuleType | None:
+    """The compiled set, if it is wanted and there."""
     wanted = os.environ.get("HVDCOMPRESS_KERNELS", "")
     if wanted not in ("", "numpy", "native"):
         raise ValueError(f"HVDCOMPRESS_KERNELS must be 'numpy' or 'native', not {wanted!r}")
     if wanted == "numpy":
-        return _numpy
+        return None
     try:
-        from . import _native
+        native = import_module("._native", __name__)
     except ImportError as error:
         if wanted == "native":
             raise
@@ -50,26 +51,39 @@ def _chosen() -> ModuleType | Any:
             f"the compiled kernels are not there ({error}); NumPy's serve, many times slower: install hvdcompress where there "
             "is a C++ compiler, or set HVDCOMPRESS_KERNELS=numpy to accept it",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        return _numpy
-    _native.set_threads(int(os.environ.get("HVDCOMPRESS_NUM_THREADS", "1")))
+        return None
+    native.set_threads(int(os.environ.get("HVDCOMPRESS_NUM_THREADS", "1")))
     if "HVDCOMPRESS_ISA" in os.environ:
-        _native.choose(os.environ["HVDCOMPRESS_ISA"])
-    return _native
+        native.choose(os.environ["HVDCOMPRESS_ISA"])
+    return native
 
 
-_set = _chosen()
+_compiled = _native()
 
-all_finite = _set.all_finite
-divide = _set.divide
-sum_of_squares = _set.sum_of_squares
-ternary_decode_add = _set.ternary_decode_add
-ternary_encode = _set.ternary_encode
-ternary_noise = _set.ternary_noise
-weighted_sum = _set.weighted_sum
+if TYPE_CHECKING or _compiled is None:
+    from .numpy import (
+        all_finite,
+        divide,
+        sum_of_squares,
+        ternary_decode_add,
+        ternary_encode,
+        ternary_noise,
+        weighted_sum,
+    )
+else:
+    from ._native import (
+        all_finite,
+        divide,
+        sum_of_squares,
+        ternary_decode_add,
+        ternary_encode,
+        ternary_noise,
+        weighted_sum,
+    )
 
 
 def implementation() -> str:
     """Which set serves: "numpy", or the instruction set of the compiled one."""
-    return "numpy" if _set is _numpy else str(_set.instruction_set())
+    return "numpy" if _compiled is None else str(_compiled.instruction_set())

@@ -22,9 +22,9 @@ CHUNK = 1 << 14  # elements worked on at a time, so that temporaries stay in the
 TERNARY_RUN = 16  # blocks that share one base octave when scales are bytes
 STEPS = 8  # scales an octave when scales are bytes
 # float32[8]: 2**(-7/8) ... 2**0, to the bit, since they are part of the wire format
-EIGHTHS = np.uint32([0x3F0B95C2, 0x3F1837F0, 0x3F25FED7, 0x3F3504F3, 0x3F45672A, 0x3F5744FD, 0x3F6AC0C7, 0x3F800000]).view(
-    np.float32
-)
+EIGHTHS: Array = np.array(
+    [0x3F0B95C2, 0x3F1837F0, 0x3F25FED7, 0x3F3504F3, 0x3F45672A, 0x3F5744FD, 0x3F6AC0C7, 0x3F800000], np.uint32
+).view(np.float32)
 
 
 def zeros(n: int) -> Array:

@@ -41,7 +41,7 @@ def test_least_squares_over_mpi4py(ranks: int) -> None:
     done = mpirun(ranks, EXAMPLES / "mpi4py_least_squares.py", "--steps", "900", timeout=100)
     assert done.returncode == 0, done.stdout
     distances = [float(x) for x in re.findall(r"distance to the solution ([\d.e+-]+)", done.stdout)]
-    assert len(distances) >= 3 and distances[-1] < 1e-5 * distances[0], done.stdout
+    assert len(distances) >= 3 and distances[-1] < 1e-4 * distances[0], done.stdout
 
 
 def test_both_data_sets_are_split_and_standardised() -> None:

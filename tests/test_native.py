@@ -10,6 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hvdcompress import PayloadError
+from hvdcompress.kernels import derive_key
 from hvdcompress.kernels import numpy as definition
 
 native = pytest.importorskip("hvdcompress.kernels._native", reason="the compiled kernels are not built")
@@ -144,3 +145,44 @@ def test_arrays_of_another_kind_are_refused() -> None:
         native.ternary_decode_add(payload, frozen, 4, 1.0, False)
     with pytest.raises(ValueError, match="differ in size"):
         native.weighted_sum((1.0, x), (1.0, x[:5]))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("NaN", "inf")])
+def test_sketches(kind: str) -> None:
+    for n in [*range(0, 301, 7), 4097, 65_537]:
+        x, start = vector(kind, n), (n * 37) % 1000
+        for rows, tile, slots in ((1, 1, 50), (3, 16, 5), (5, 256, 7), (7, 8, 64)):
+            keys = [derive_key(9, row) for row in range(rows)]
+            table = np.zeros((rows, slots * tile), np.float32)
+            definition.sketch_accumulate(x, start, table, tile, keys)
+            estimates = definition.sketch_estimate(n, start, table, tile, keys)
+            for configuration in everywhere():
+                where = f"{configuration}: {kind}, {n} elements, {rows} rows, tile {tile}"
+                got = np.zeros_like(table)
+                native.sketch_accumulate(x, start, got, tile, keys)
+                same_bytes(got, table, where)
+                same_bytes(native.sketch_estimate(n, start, table, tile, keys), estimates, where)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", [*KINDS, "all equal", "few values"])
+def test_top_k(kind: str) -> None:
+    for n in SIZES:
+        x = vector(kind, n)
+        if kind == "all equal":
+            x = np.full(n, -2, np.float32)
+        elif kind == "few values":
+            x = np.random.default_rng(n).integers(-2, 3, n).astype(np.float32)
+        for k in {0, 1, n // 1000, n // 3, n - 1 if n else 0, n, n + 5}:
+            expected = definition.top_k(x, k)
+            assert len(expected) == min(k, n)
+            for configuration in everywhere():
+                assert_array_equal(native.top_k(x, k), expected, f"{configuration}: {kind}, {k} of {n}")
+
+
+def test_sketches_that_do_not_fit_are_refused() -> None:
+    x, table = np.ones(10, np.float32), np.zeros((3, 32), np.float32)
+    for tile, keys in ((3, [1, 2, 3]), (64, [1, 2, 3]), (16, [1, 2]), (0, [1, 2, 3])):
+        with pytest.raises(ValueError, match="tile|rows"):
+            native.sketch_accumulate(x, 0, table, tile, keys)

@@ -16,7 +16,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .numpy import TERNARY_RUN, ternary_bytes, zeros
+from .numpy import TERNARY_RUN, concatenate, ternary_bytes, zeros
 from .random import derive_key
 
 __all__ = [
@@ -24,12 +24,16 @@ __all__ = [
     "all_finite",
     "derive_key",
     "divide",
+    "concatenate",
     "implementation",
+    "sketch_accumulate",
+    "sketch_estimate",
     "sum_of_squares",
     "ternary_bytes",
     "ternary_decode_add",
     "ternary_encode",
     "ternary_noise",
+    "top_k",
     "weighted_sum",
     "zeros",
 ]
@@ -66,20 +70,26 @@ if TYPE_CHECKING or _compiled is None:
     from .numpy import (
         all_finite,
         divide,
+        sketch_accumulate,
+        sketch_estimate,
         sum_of_squares,
         ternary_decode_add,
         ternary_encode,
         ternary_noise,
+        top_k,
         weighted_sum,
     )
 else:
     from ._native import (
         all_finite,
         divide,
+        sketch_accumulate,
+        sketch_estimate,
         sum_of_squares,
         ternary_decode_add,
         ternary_encode,
         ternary_noise,
+        top_k,
         weighted_sum,
     )
 

@@ -7,7 +7,7 @@ memories must not depend on it.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -30,6 +30,11 @@ EIGHTHS: Array = np.array(
 def zeros(n: int) -> Array:
     """float32[n] of zeros."""
     return np.zeros(n, np.float32)
+
+
+def concatenate(parts: Sequence[Array]) -> Array:
+    """The vectors one after another."""
+    return np.concatenate(parts)
 
 
 def all_finite(x: Array) -> bool:
@@ -146,6 +151,63 @@ def ternary_noise(x: Array, block: int, byte_scales: bool) -> float:
         return 0.0
     sums = np.add.reduceat(np.abs(x), np.arange(0, x.size, block), dtype=np.float64)
     return max(0.0, float(sums @ scales.astype(np.float64)) - sum_of_squares(x))
+
+
+def sketch_accumulate(x: Array, start: int, table: Array, tile: int, keys: Sequence[int]) -> None:
+    """Adds a vector to a tiled count sketch, in place.
+
+    Element i of the whole vector, in tile t = i // tile at place m, is added to cell p * tile + (m + o) % tile of each
+    row with a sign; p, o and the sign are drawn for the row and the tile. Two elements of one tile never meet; two of
+    different tiles meet with probability 1 / columns.
+
+    Args:
+        x: float32[n], which lies at `start` in the whole vector.
+        table: float32[rows, columns]; columns is a multiple of `tile`.
+        tile: a power of two; 1 is the ordinary count sketch.
+        keys: of the draws, one a row, from `derive_key`.
+    """
+    for row, key in zip(table, keys):
+        for part in _chunks(x.size):
+            cells, negative = _cells(start + part.start, min(part.stop, x.size) - part.start, row.size, tile, key)
+            signed = _flush(x[part].copy())
+            np.negative(signed, out=signed, where=negative)
+            np.add.at(row, cells, signed)
+
+
+def sketch_estimate(n: int, start: int, table: Array, tile: int, keys: Sequence[int]) -> Array:
+    """float32[n]: what a count sketch holds of elements start ... start + n, the median over its rows, which are odd in number."""
+    estimates = np.empty(n, np.float32)
+    for part in _chunks(n):
+        size = min(part.stop, n) - part.start
+        rows = np.empty((len(keys), size), np.float32)
+        for row, out, key in zip(table, rows, keys):
+            cells, negative = _cells(start + part.start, size, row.size, tile, key)
+            out[:] = row[cells]
+            np.negative(out, out=out, where=negative)
+        estimates[part] = np.sort(_flush(rows), axis=0)[len(keys) // 2]
+    return estimates
+
+
+def _cells(start: int, n: int, columns: int, tile: int, key: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """int64[n], bool[n]: where elements start ... start + n go in a row, and whether they are negated."""
+    places = np.arange(start, start + n)
+    first = start // tile
+    draws = block_keys(key, first, (start + n - 1) // tile - first + 1)[places // tile - first]
+    slots = ((draws & np.uint64(0xFFFFFFFF)) * np.uint64(columns // tile)) >> np.uint64(32)
+    rotations = (draws >> np.uint64(32)).astype(np.int64)
+    cells = slots.astype(np.int64) * tile + ((places + rotations) & (tile - 1))
+    return cells, (draws >> np.uint64(63)).astype(bool)
+
+
+def top_k(x: Array, k: int) -> NDArray[np.int64]:
+    """int64[min(k, n)]: the places of the largest magnitudes, in ascending order; of equal ones the first are taken."""
+    if k >= x.size:
+        return np.arange(x.size)
+    magnitudes = np.abs(_flush(x.copy())).view(np.uint32)  # as integers they are in order, NaN being the largest
+    threshold = np.partition(magnitudes, x.size - k)[x.size - k] if k else np.uint32(0xFFFFFFFF)
+    above = np.flatnonzero(magnitudes > threshold)
+    equal = np.flatnonzero(magnitudes == threshold)[: k - above.size]
+    return np.sort(np.concatenate([above, equal]))
 
 
 def _chunks(n: int) -> Iterator[slice]:

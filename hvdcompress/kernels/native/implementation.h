@@ -328,6 +328,115 @@ void ternary_decode_add(float* out, std::size_t n, std::size_t block, float fact
     }
 }
 
+// Sketches
+
+struct Cells {  // where a tile goes in a row: from `slot` on, rotated
+    std::size_t slot, rotation;
+    bool negative;
+};
+
+inline Cells cells_of(std::uint64_t key, std::size_t tile_number, std::size_t slots, std::size_t tile) {
+    const std::uint64_t draw = block_key(key, tile_number);
+    return {((draw & 0xffffffffu) * slots >> 32) * tile, static_cast<std::size_t>(draw >> 32) & (tile - 1), draw >> 63 != 0};
+}
+
+inline void add_signed(float* __restrict out, const float* __restrict x, bool negative, std::size_t n) {
+    if (negative) {
+        for (std::size_t i = 0; i < n; ++i) out[i] -= flush(x[i]);
+    } else {
+        for (std::size_t i = 0; i < n; ++i) out[i] += flush(x[i]);
+    }
+}
+
+void sketch_accumulate(const float* x, std::size_t n, std::size_t start, float* row, std::size_t slots, std::size_t tile,
+                       std::uint64_t key) {
+    for (std::size_t at = 0; at < n;) {
+        const std::size_t place = (start + at) & (tile - 1), size = smaller(tile - place, n - at);
+        const Cells cells = cells_of(key, (start + at) / tile, slots, tile);
+        const std::size_t from = (place + cells.rotation) & (tile - 1), before_end = smaller(size, tile - from);
+        add_signed(row + cells.slot + from, x + at, cells.negative, before_end);
+        add_signed(row + cells.slot, x + at + before_end, cells.negative, size - before_end);
+        at += size;
+    }
+}
+
+inline void copy_signed(float* __restrict out, const float* __restrict x, bool negative, std::size_t n) {
+    const std::uint32_t sign = negative ? 0x80000000u : 0u;
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t bits = bits_of(x[i]);
+        out[i] = float_of(bits & kExponent ? bits ^ sign : 0u);
+    }
+}
+
+inline void order(float* __restrict a, float* __restrict b, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i) {
+        const float low = b[i] < a[i] ? b[i] : a[i], high = b[i] < a[i] ? a[i] : b[i];
+        a[i] = low;
+        b[i] = high;
+    }
+}
+
+inline float least(float a, float b) { return b < a ? b : a; }
+inline float most(float a, float b) { return b < a ? a : b; }
+
+inline void medians(float* __restrict out, float* rows, std::size_t count, std::size_t stride, std::size_t n) {
+    const float *a = rows, *b = rows + stride, *c = rows + 2 * stride, *d = rows + 3 * stride, *e = rows + 4 * stride;
+    if (count == 3) {
+        for (std::size_t i = 0; i < n; ++i) out[i] = most(least(a[i], b[i]), least(most(a[i], b[i]), c[i]));
+    } else if (count == 5) {
+        for (std::size_t i = 0; i < n; ++i) {  // without the least and the largest of four, three are left
+            const float low = most(least(a[i], b[i]), least(d[i], e[i])), high = least(most(a[i], b[i]), most(d[i], e[i]));
+            out[i] = most(least(low, high), least(most(low, high), c[i]));
+        }
+    } else {
+        for (std::size_t pass = 0; pass < count; ++pass)
+            for (std::size_t r = pass % 2; r + 1 < count; r += 2) order(rows + r * stride, rows + (r + 1) * stride, n);
+        __builtin_memcpy(out, rows + count / 2 * stride, 4 * n);
+    }
+}
+
+void sketch_estimate(float* out, std::size_t n, std::size_t start, const float* table, std::size_t rows, std::size_t slots,
+                     std::size_t tile, const std::uint64_t* keys, float* buffer) {
+    for (std::size_t at = 0; at < n;) {
+        const std::size_t place = (start + at) & (tile - 1), size = smaller(tile - place, n - at);
+        for (std::size_t r = 0; r < rows; ++r) {
+            const Cells cells = cells_of(keys[r], (start + at) / tile, slots, tile);
+            const float* row = table + r * slots * tile + cells.slot;
+            const std::size_t from = (place + cells.rotation) & (tile - 1), before_end = smaller(size, tile - from);
+            copy_signed(buffer + r * tile, row + from, cells.negative, before_end);
+            copy_signed(buffer + r * tile + before_end, row, cells.negative, size - before_end);
+        }
+        medians(out + at, buffer, rows, tile, size);
+        at += size;
+    }
+}
+
+std::size_t at_least(const float* x, std::size_t n, std::uint32_t least, std::uint32_t* magnitudes, std::int64_t* places,
+                     std::size_t room) {
+    constexpr std::size_t kStride = 256;
+    std::size_t found = 0;
+    for (std::size_t at = 0; at < n; at += kStride) {
+        const std::size_t size = smaller(kStride, n - at);
+        std::uint32_t top = 0;
+        for (std::size_t i = 0; i < size; ++i) {
+            const std::uint32_t bits = bits_of(x[at + i]) & kMagnitude;
+            top = bits > top ? bits : top;
+        }
+        if (top < least) continue;
+        for (std::size_t i = 0; i < size; ++i) {
+            std::uint32_t bits = bits_of(x[at + i]) & kMagnitude;
+            bits = bits < kTiny ? 0 : bits;
+            if (bits < least) continue;
+            if (found < room) {
+                magnitudes[found] = bits;
+                places[found] = static_cast<std::int64_t>(at + i);
+            }
+            ++found;
+        }
+    }
+    return found;
+}
+
 // Element by element
 
 void add_term(float* out, const float* x, float factor, bool first, std::size_t n) {
@@ -398,7 +507,7 @@ double ternary_noise(const float* x, std::size_t n, std::size_t block, bool byte
 #define HVDCOMPRESS_NAME(isa) #isa
 #define HVDCOMPRESS_NAME_OF(isa) HVDCOMPRESS_NAME(isa)
 extern const Kernels HVDCOMPRESS_ISA = {
-    HVDCOMPRESS_NAME_OF(HVDCOMPRESS_ISA), all_finite, sum_of_squares, add_term, divide, ternary_encode, ternary_decode_add, ternary_noise,
+    HVDCOMPRESS_NAME_OF(HVDCOMPRESS_ISA), all_finite, sum_of_squares, add_term, divide, ternary_encode, ternary_decode_add, sketch_accumulate, sketch_estimate, at_least, ternary_noise,
 };
 
 }  // namespace hvdcompress

@@ -26,6 +26,15 @@ struct Kernels {
     void (*ternary_decode_add)(float* out, std::size_t n, std::size_t block, float factor, bool byte_scales,
                                const std::uint8_t* heads, const std::uint8_t* scales, const std::uint8_t* mask,
                                const std::uint8_t* signs, std::size_t signs_bytes, std::size_t sign);
+    // Adds x, which lies at `start` in the whole vector, to one row of a sketch: `slots` times `tile` cells.
+    void (*sketch_accumulate)(const float* x, std::size_t n, std::size_t start, float* row, std::size_t slots, std::size_t tile,
+                              std::uint64_t key);
+    // The medians over rows of elements start ... start + n. `buffer` has rows * tile floats.
+    void (*sketch_estimate)(float* out, std::size_t n, std::size_t start, const float* table, std::size_t rows, std::size_t slots,
+                            std::size_t tile, const std::uint64_t* keys, float* buffer);
+    // Places and magnitudes of the elements of at least `least` (as an integer), at most `room` of them; returns how many there are.
+    std::size_t (*at_least)(const float* x, std::size_t n, std::uint32_t least, std::uint32_t* magnitudes, std::int64_t* places,
+                            std::size_t room);
     double (*ternary_noise)(const float* x, std::size_t n, std::size_t block, bool byte_scales);
 };
 

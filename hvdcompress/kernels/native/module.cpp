@@ -4,6 +4,7 @@
 // The GIL is released while a kernel runs.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -228,6 +229,103 @@ double ternary_noise(const py::array& x, std::size_t block, bool byte_scales) {
     return kernels->ternary_noise(in.data, in.size, block, byte_scales);
 }
 
+struct Sketch {
+    std::size_t rows, columns, slots;
+    std::vector<std::uint64_t> keys;
+};
+
+Sketch sketch_of(const py::array& table, std::size_t tile, const std::vector<std::uint64_t>& keys) {
+    if (table.ndim() != 2) throw py::value_error("a sketch's table has two dimensions");
+    Sketch sketch{static_cast<std::size_t>(table.shape(0)), static_cast<std::size_t>(table.shape(1)), 0, keys};
+    if (!tile || tile & (tile - 1)) throw py::value_error("tile must be a power of two");
+    if (!sketch.columns || sketch.columns % tile) throw py::value_error("columns must be a multiple of tile");
+    if (keys.size() != sketch.rows || sketch.rows % 2 == 0) throw py::value_error("a sketch has an odd number of rows, and a key for each");
+    sketch.slots = sketch.columns / tile;
+    if (sketch.slots >> 32) throw py::value_error("a sketch has fewer than 2^32 slots");
+    return sketch;
+}
+
+void sketch_accumulate(const py::array& x, std::size_t start, py::array table, std::size_t tile, const std::vector<std::uint64_t>& keys) {
+    const auto in = floats(x, "x");
+    const auto cells = mutable_floats(table, "table");
+    const Sketch sketch = sketch_of(table, tile, keys);
+    py::gil_scoped_release release;
+    in_parallel(sketch.rows, 1, in.size, [&](std::size_t, std::size_t begin, std::size_t end) {
+        // By pieces, so that x is read from memory once and not once a row.
+        for (std::size_t at = 0; at < in.size; at += kPiece)
+            for (std::size_t r = begin; r < end; ++r)
+                kernels->sketch_accumulate(in.data + at, std::min(kPiece, in.size - at), start + at, cells.data + r * sketch.columns,
+                                           sketch.slots, tile, sketch.keys[r]);
+    });
+}
+
+py::array_t<float> sketch_estimate(std::size_t n, std::size_t start, const py::array& table, std::size_t tile,
+                                   const std::vector<std::uint64_t>& keys) {
+    const auto cells = floats(table, "table");
+    const Sketch sketch = sketch_of(table, tile, keys);
+    py::array_t<float> estimates(static_cast<py::ssize_t>(n));
+    float* out = estimates.mutable_data();
+    py::gil_scoped_release release;
+    in_parallel(n, kPiece, sketch.rows, [&](std::size_t, std::size_t begin, std::size_t end) {
+        std::vector<float> buffer(sketch.rows * tile);
+        kernels->sketch_estimate(out + begin, end - begin, start + begin, cells.data, sketch.rows, sketch.slots, tile, sketch.keys.data(),
+                                 buffer.data());
+    });
+    return estimates;
+}
+
+// The k largest magnitudes: a sample says where they begin, one pass collects what is there, and those are put in order.
+py::array_t<std::int64_t> top_k(const py::array& x, std::size_t k) {
+    const auto in = floats(x, "x");
+    k = std::min(k, in.size);
+    std::vector<std::int64_t> places;
+    {
+        py::gil_scoped_release release;
+        std::vector<std::uint32_t> sample;
+        const std::size_t stride = std::max<std::size_t>(1, in.size >> 16);
+        for (std::size_t i = 0; i < in.size; i += stride) {
+            std::uint32_t bits;
+            std::memcpy(&bits, in.data + i, 4);
+            bits &= hvdcompress::kMagnitude;
+            sample.push_back(bits < hvdcompress::kTiny ? 0 : bits);
+        }
+        std::size_t rank = k / stride + k / stride / 4 + 32;  // in the sample, of a magnitude that more than k elements have
+        std::vector<std::uint32_t> magnitudes;
+        std::size_t found = 0;
+        for (; k; rank *= 4) {
+            std::uint32_t least = 0;
+            if (rank < sample.size()) {
+                std::nth_element(sample.begin(), sample.begin() + static_cast<std::ptrdiff_t>(rank), sample.end(), std::greater<>());
+                least = sample[rank];
+            }
+            const std::size_t room = std::min(in.size, 4 * k + (in.size >> 8) + 1024);
+            magnitudes.resize(room);
+            places.resize(room);
+            found = kernels->at_least(in.data, in.size, least, magnitudes.data(), places.data(), room);
+            if (found > room) {  // very many equal ones
+                magnitudes.resize(found);
+                places.resize(found);
+                kernels->at_least(in.data, in.size, least, magnitudes.data(), places.data(), found);
+            }
+            if (found >= k) break;
+        }
+        places.resize(found);
+        magnitudes.resize(found);
+        if (k && found > k) {
+            std::vector<std::uint32_t> ordered(magnitudes);
+            std::nth_element(ordered.begin(), ordered.begin() + static_cast<std::ptrdiff_t>(k - 1), ordered.end(), std::greater<>());
+            const std::uint32_t threshold = ordered[k - 1];
+            std::size_t above = 0, kept = 0;
+            for (const std::uint32_t magnitude : magnitudes) above += magnitude > threshold;
+            std::size_t equal = k - above;
+            for (std::size_t i = 0; i < found; ++i)
+                if (magnitudes[i] > threshold || (magnitudes[i] == threshold && equal && equal--)) places[kept++] = places[i];
+            places.resize(kept);
+        }
+    }
+    return py::array_t<std::int64_t>(static_cast<py::ssize_t>(places.size()), places.data());
+}
+
 void choose(const std::string& name) {
     for (const Kernels* found : available())
         if (name == found->name) {
@@ -248,6 +346,9 @@ PYBIND11_MODULE(_native, m) {
     m.def("ternary_encode", &ternary_encode);
     m.def("ternary_decode_add", &ternary_decode_add);
     m.def("ternary_noise", &ternary_noise);
+    m.def("sketch_accumulate", &sketch_accumulate);
+    m.def("sketch_estimate", &sketch_estimate);
+    m.def("top_k", &top_k);
     m.def("instruction_sets", [] {
         py::list names;
         for (const Kernels* found : available()) names.append(found->name);

@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 from .core import Group, Layout
 from .errors import CompressionError, MismatchError, PayloadError
-from .reducers import Dense, Dore, make, methods
+from .reducers import Dense, Dore, SketchedSGD, make, methods
 
 __all__ = [
     "CompressionError",
@@ -14,6 +14,7 @@ __all__ = [
     "Layout",
     "MismatchError",
     "PayloadError",
+    "SketchedSGD",
     "__version__",
     "make",
     "methods",

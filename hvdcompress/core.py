@@ -12,7 +12,7 @@ import math
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, Union, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,7 +132,10 @@ Reduction = Generator[Collective, Any, Outcome]
 
 @runtime_checkable
 class Reducer(Protocol):
-    """A method: a frozen dataclass of its options, with these functions."""
+    """A method: a frozen dataclass of its options, with these members."""
+
+    whole_model: ClassVar[bool]
+    """True if one bucket has to hold all tensors, small ones too; else they may be cut into buckets."""
 
     def init(self, layout: Layout, group: Group) -> State:
         """The memory before the first step."""

@@ -269,6 +269,7 @@ class Session:
     def _substitute(self, bucket: int, stage: Any) -> Collective:
         """A collective that keeps the peers from waiting when this rank has nothing to give, and tells them."""
         if stage.kind is AllReduce:
+            self._unreported = self._failure  # floats cannot carry the message
             return AllReduce(np.full(stage.length, np.nan, stage.dtype), "sum")
         excuse = frame.excuse(bucket, self.committed, _message(self._failure))
         return AllGather(excuse) if stage.kind is AllGather else AllToAll([excuse] * self.group.size)

@@ -16,7 +16,7 @@ LAYERS = [
     ("errors",),
     ("core",),
     ("kernels", "frame"),
-    ("codecs",),
+    ("codecs", "sketch"),
     ("reducers",),
     ("traffic",),
     ("session",),

@@ -184,5 +184,5 @@ def test_top_k(kind: str) -> None:
 def test_sketches_that_do_not_fit_are_refused() -> None:
     x, table = np.ones(10, np.float32), np.zeros((3, 32), np.float32)
     for tile, keys in ((3, [1, 2, 3]), (64, [1, 2, 3]), (16, [1, 2]), (0, [1, 2, 3])):
-        with pytest.raises(ValueError, match="tile|rows"):
+        with pytest.raises(ValueError, match=r"tile|rows"):
             native.sketch_accumulate(x, 0, table, tile, keys)

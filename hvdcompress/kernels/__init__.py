@@ -22,9 +22,9 @@ from .random import derive_key
 __all__ = [
     "TERNARY_RUN",
     "all_finite",
+    "concatenate",
     "derive_key",
     "divide",
-    "concatenate",
     "implementation",
     "sketch_accumulate",
     "sketch_estimate",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..core import Array, Bytes
 from ..errors import PayloadError
@@ -175,7 +176,7 @@ def sketch_accumulate(x: Array, start: int, table: Array, tile: int, keys: Seque
 
 
 def sketch_estimate(n: int, start: int, table: Array, tile: int, keys: Sequence[int]) -> Array:
-    """float32[n]: what a count sketch holds of elements start ... start + n, the median over its rows, which are odd in number."""
+    """float32[n]: what a sketch holds of elements start ... start + n: the median over its rows, an odd number."""
     estimates = np.empty(n, np.float32)
     for part in _chunks(n):
         size = min(part.stop, n) - part.start

@@ -5,10 +5,11 @@ from __future__ import annotations
 from ..core import Reducer
 from .dense import Dense
 from .dore import Dore
+from .sketched_sgd import SketchedSGD
 
-__all__ = ["Dense", "Dore", "make", "methods"]
+__all__ = ["Dense", "Dore", "SketchedSGD", "make", "methods"]
 
-methods: dict[str, type] = {"dense": Dense, "dore": Dore}
+methods: dict[str, type] = {"dense": Dense, "dore": Dore, "sketch": SketchedSGD}
 
 
 def make(name: str, **options: object) -> Reducer:

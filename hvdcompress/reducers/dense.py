@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .. import kernels
 from ..core import AllReduce, Array, Group, Layout, Outcome, Reduction, Stage, State, Step
@@ -15,6 +16,8 @@ class Dense:
 
     Payload: float32[d], summed by allreduce; 8 d (W - 1) / W bytes a rank in a ring. Bias: none. Memory: none.
     """
+
+    whole_model: ClassVar[bool] = False
 
     def init(self, layout: Layout, group: Group) -> State:
         return State(layout, group, {})

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,8 @@ class Dore:
     Source: X. Liu, Y. Li, J. Tang, M. Yan, "A Double Residual Compression Algorithm for Efficient Distributed
     Learning", 2020, Algorithm 1; alpha, beta, eta, block and the norm are those of its experiments.
     """
+
+    whole_model: ClassVar[bool] = False
 
     alpha: float = 0.1
     beta: float = 1.0

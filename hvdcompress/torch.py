@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import sys
 import time
 import warnings
 from collections import defaultdict
@@ -66,8 +67,9 @@ class Compressor:
         parameters: the model, or pairs of name and parameter as `named_parameters()` gives them.
         method: how to average.
         process_set: the one that the optimizer was given, if any.
-        bucket_mb: size of a bucket, in MiB of float32.
-        dense_below: tensors of fewer elements, or of one dimension or none, are not compressed.
+        bucket_mb: size of a bucket, in MiB of float32; a method for whole models has one bucket, whatever its size.
+        dense_below: tensors of fewer elements, or of one dimension or none, are not compressed; a method for whole models
+            has an option of its own for that.
         seed: of the random draws, the same on all ranks.
         unbound: "error" or "dense": what to do with a tensor that is no gradient of `parameters`.
         optimizer: whose learning rates a method with `rescale` goes by; then no bucket holds two parameter groups.
@@ -211,11 +213,11 @@ class Compressor:
         for name, parameter in reversed(named):
             if parameter.is_complex():
                 raise ValueError(f"parameter {name!r} is complex, which compression does not support")
-            if parameter.dim() < 2 or parameter.numel() < dense_below:
+            if not self.method.whole_model and (parameter.dim() < 2 or parameter.numel() < dense_below):
                 tensors.append(_Tensor(name, parameter, None))
                 continue
             group = self._lr_group(parameter)
-            if room <= 0 or group is not last_group:
+            if not members or (not self.method.whole_model and (room <= 0 or group is not last_group)):
                 members.append([])
                 room = bucket_mb * 2**20
             members[-1].append((name, parameter.shape))
@@ -292,6 +294,7 @@ class Compressor:
                     session.load_state_dict(self._to_load)
             except CompressionError as failure:
                 error = error or failure
+            error = error or self._second_momentum()
             if error is not None:
                 session.fail(error)
             greeting = self._transport.submit(AllGather(session.handshake()), "status")
@@ -312,6 +315,22 @@ class Compressor:
         elif error is not None:
             self._session.fail(error)
         return self._session
+
+    def _second_momentum(self) -> CompressionError | None:
+        """An error if the optimizer that calls has a momentum beside the method's own."""
+        frame, own = sys._getframe(), getattr(self.method, "momentum", 0)
+        while own and frame.f_back is not None:
+            frame = frame.f_back
+            optimizer = frame.f_locals.get("self")
+            if isinstance(optimizer, torch.optim.Optimizer) and getattr(optimizer, "_compression", None) is self:
+                for group in optimizer.param_groups:
+                    theirs = group.get("momentum") or group.get("betas", (0,))[0]
+                    if theirs:
+                        return CompressionError(
+                            f"the optimizer has a momentum of {theirs} and {self.method} has {own}: momentum would be applied "
+                            "twice; use SGD with momentum=0, or give the compression momentum=0"
+                        )
+        return None
 
     def _take(self, bound: _Tensor, tensor: torch.Tensor, session: Session) -> torch.Tensor:
         """Puts a gradient into its bucket, or beside a token; returns what Horovod is to allreduce."""

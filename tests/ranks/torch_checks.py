@@ -13,7 +13,7 @@ from mpi4py import MPI
 from numpy.testing import assert_allclose, assert_array_equal
 
 import hvdcompress.torch as hvc
-from hvdcompress import CompressionError, Dore
+from hvdcompress import CompressionError, Dore, SketchedSGD
 from hvdcompress.core import AllGather
 from hvdcompress.drivers.mpi import DistributedMean
 from hvdcompress.drivers.simulate import Simulation
@@ -131,6 +131,87 @@ def simulated_mpi_and_horovod_give_the_same_bits():
             for small in (1, 4):
                 mean = sum(g[small].double() for g in by_rank) / SIZE
                 assert_allclose(got[small], mean, rtol=1e-5, atol=1e-7, err_msg=where)
+
+
+@check
+def sketches_of_integers_are_the_same_simulated_over_mpi_and_under_horovod():
+    """Their sums are exact, so the order in which a network adds does not show."""
+    for P, momentum, tile in ((4, 0.5, 0), (4, 0.0, 1), (0, 0.5, 0)):
+        method, model = SketchedSGD(ratio=0.3, P=P, momentum=momentum, tile=tile), Given(*SHAPES)
+        compressor = hvc.Compressor(model, method, seed=5)
+        optimizer, layouts = wrap(model, compressor), compressor._layouts
+        assert [len(layout.names) for layout in layouts] == [len(SHAPES)]
+        simulation, mpi_mean = Simulation(method, layouts, SIZE, seed=5), DistributedMean(method, MPI.COMM_WORLD, seed=5)
+        # mpi4py's driver names tensors by number, and the draws go by places: the same tensors in the same order.
+        for step in range(8):
+            by_rank = [[torch.round(16 * g) for g in given_grads(step, rank)] for rank in range(SIZE)]
+            if step == 3:
+                by_rank[-1][0][1, 2] = float("nan")
+            flat = [flattened(layouts, grads) for grads in by_rank]
+            expected = simulation.step(flat)
+            got = reduce(model, optimizer, by_rank[RANK]) if SIZE > 1 else reduce_alone(model, compressor, by_rank[RANK])
+            through_mpi = mpi_mean([by_rank[RANK][_number(name)].numpy() for name in layouts[0].names])
+            where = f"{method}, {SIZE} ranks, step {step}"
+            if step == 3:
+                assert expected is None, where
+                assert all(torch.isnan(g).all() for g in got), where
+                assert all(np.isnan(m).all() for m in through_mpi), where
+                continue
+            same_bits(flattened(layouts, got), expected, where)
+            same_bits([np.concatenate([m.ravel() for m in through_mpi])], expected, f"mpi4py, {where}")
+            assert np.count_nonzero(expected[0]) > 0
+
+
+@check_of_two
+def sketches_of_real_gradients_end_with_the_same_weights_on_all_ranks():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.sketch(model, ratio=0.2)
+    optimizer = wrap(model, compressor)
+    for step in range(20):
+        reduce(model, optimizer, given_grads(step, RANK))
+    weights = torch.cat([p.detach().reshape(-1) for p in model.weights]).numpy()
+    for others in everyone(weights):
+        same_bits([weights], [others])
+    assert_allclose(compressor.predicted_bytes(), compressor.stats().last.wire, rtol=1e-9)
+
+
+@check_of_two
+def two_momenta_are_refused_on_every_rank():
+    for base in (torch.optim.SGD, torch.optim.Adam):
+        model = Given(*SHAPES)
+        options = {"momentum": 0.9} if base is torch.optim.SGD else {}
+        compressor = hvc.Compression.sketch(model)
+        optimizer = hvd.DistributedOptimizer(
+            base(model.parameters(), lr=0.1, **options), named_parameters=model.named_parameters(), compression=compressor
+        )
+        raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "momentum of 0.9", "momentum=0")
+    model = Given(*SHAPES)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=hvc.Compression.sketch(model, momentum=0.0),
+    )
+    reduce(model, optimizer, given_grads(0, RANK))
+
+
+@check_of_two
+def ranks_that_choose_other_candidates_are_found_out():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.sketch(model, ratio=0.2)
+    optimizer = wrap(model, compressor)
+    reduce(model, optimizer, given_grads(0, RANK))
+    original, before = compressor._transport.wait, memory(compressor)
+
+    def wait(handle):
+        reply = original(handle)
+        if RANK == 0 and handle.request.__class__.__name__ == "AllReduce" and reply.size > 500:
+            compressor._transport.wait = original
+            reply = reply[::-1].copy()
+        return reply
+
+    compressor._transport.wait = wait
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(1, RANK)), "did not choose the same candidates")
+    same_bits(memory(compressor).values(), before.values())
 
 
 @check_of_two

@@ -35,7 +35,7 @@ def zeros(n: int) -> Array:
 
 def concatenate(parts: Sequence[Array]) -> Array:
     """The vectors one after another."""
-    return np.concatenate(parts)
+    return np.concatenate(parts) if parts else zeros(0)
 
 
 def all_finite(x: Array) -> bool:

@@ -340,6 +340,11 @@ inline Cells cells_of(std::uint64_t key, std::size_t tile_number, std::size_t sl
     return {((draw & 0xffffffffu) * slots >> 32) * tile, static_cast<std::size_t>(draw >> 32) & (tile - 1), draw >> 63 != 0};
 }
 
+// A tile's cells are far from those of the last one: they are fetched while that is worked on.
+inline void fetch(const float* cells, std::size_t tile) {
+    for (std::size_t i = 0; i < tile; i += 16) __builtin_prefetch(cells + i);
+}
+
 inline void add_signed(float* __restrict out, const float* __restrict x, bool negative, std::size_t n) {
     if (negative) {
         for (std::size_t i = 0; i < n; ++i) out[i] -= flush(x[i]);
@@ -348,14 +353,18 @@ inline void add_signed(float* __restrict out, const float* __restrict x, bool ne
     }
 }
 
-void sketch_accumulate(const float* x, std::size_t n, std::size_t start, float* row, std::size_t slots, std::size_t tile,
-                       std::uint64_t key) {
+void sketch_accumulate(const float* x, std::size_t n, std::size_t start, float* table, std::size_t rows, std::size_t slots,
+                       std::size_t tile, const std::uint64_t* keys) {
     for (std::size_t at = 0; at < n;) {
-        const std::size_t place = (start + at) & (tile - 1), size = smaller(tile - place, n - at);
-        const Cells cells = cells_of(key, (start + at) / tile, slots, tile);
-        const std::size_t from = (place + cells.rotation) & (tile - 1), before_end = smaller(size, tile - from);
-        add_signed(row + cells.slot + from, x + at, cells.negative, before_end);
-        add_signed(row + cells.slot, x + at + before_end, cells.negative, size - before_end);
+        const std::size_t place = (start + at) & (tile - 1), size = smaller(tile - place, n - at), number = (start + at) / tile;
+        for (std::size_t r = 0; r < rows; ++r) {
+            float* row = table + r * slots * tile;
+            const Cells cells = cells_of(keys[r], number, slots, tile);
+            fetch(row + cells_of(keys[r], number + 1, slots, tile).slot, tile);
+            const std::size_t from = (place + cells.rotation) & (tile - 1), before_end = smaller(size, tile - from);
+            add_signed(row + cells.slot + from, x + at, cells.negative, before_end);
+            add_signed(row + cells.slot, x + at + before_end, cells.negative, size - before_end);
+        }
         at += size;
     }
 }
@@ -402,6 +411,7 @@ void sketch_estimate(float* out, std::size_t n, std::size_t start, const float* 
         for (std::size_t r = 0; r < rows; ++r) {
             const Cells cells = cells_of(keys[r], (start + at) / tile, slots, tile);
             const float* row = table + r * slots * tile + cells.slot;
+            fetch(table + r * slots * tile + cells_of(keys[r], (start + at) / tile + 1, slots, tile).slot, tile);
             const std::size_t from = (place + cells.rotation) & (tile - 1), before_end = smaller(size, tile - from);
             copy_signed(buffer + r * tile, row + from, cells.negative, before_end);
             copy_signed(buffer + r * tile + before_end, row, cells.negative, size - before_end);

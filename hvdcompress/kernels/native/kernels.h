@@ -26,9 +26,9 @@ struct Kernels {
     void (*ternary_decode_add)(float* out, std::size_t n, std::size_t block, float factor, bool byte_scales,
                                const std::uint8_t* heads, const std::uint8_t* scales, const std::uint8_t* mask,
                                const std::uint8_t* signs, std::size_t signs_bytes, std::size_t sign);
-    // Adds x, which lies at `start` in the whole vector, to one row of a sketch: `slots` times `tile` cells.
-    void (*sketch_accumulate)(const float* x, std::size_t n, std::size_t start, float* row, std::size_t slots, std::size_t tile,
-                              std::uint64_t key);
+    // Adds x, which lies at `start` in the whole vector, to rows of a sketch, of `slots` times `tile` cells each.
+    void (*sketch_accumulate)(const float* x, std::size_t n, std::size_t start, float* table, std::size_t rows, std::size_t slots,
+                              std::size_t tile, const std::uint64_t* keys);
     // The medians over rows of elements start ... start + n. `buffer` has rows * tile floats.
     void (*sketch_estimate)(float* out, std::size_t n, std::size_t start, const float* table, std::size_t rows, std::size_t slots,
                             std::size_t tile, const std::uint64_t* keys, float* buffer);

@@ -251,11 +251,8 @@ void sketch_accumulate(const py::array& x, std::size_t start, py::array table, s
     const Sketch sketch = sketch_of(table, tile, keys);
     py::gil_scoped_release release;
     in_parallel(sketch.rows, 1, in.size, [&](std::size_t, std::size_t begin, std::size_t end) {
-        // By pieces, so that x is read from memory once and not once a row.
-        for (std::size_t at = 0; at < in.size; at += kPiece)
-            for (std::size_t r = begin; r < end; ++r)
-                kernels->sketch_accumulate(in.data + at, std::min(kPiece, in.size - at), start + at, cells.data + r * sketch.columns,
-                                           sketch.slots, tile, sketch.keys[r]);
+        kernels->sketch_accumulate(in.data, in.size, start, cells.data + begin * sketch.columns, end - begin, sketch.slots, tile,
+                                   sketch.keys.data() + begin);
     });
 }
 

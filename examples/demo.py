@@ -88,6 +88,7 @@ class Run:
     formula: float = 0.0
     dense: float = 0.0
     paper: float | None = None  # share of the dense bytes by the method's own accounting
+    parts: dict[str, float] = field(default_factory=dict)  # seconds a step to encode, wait and decode
     noise: float | None = None  # of both compressions, relative to ||gradient||^2
 
 
@@ -129,6 +130,7 @@ def train(method: Method, lr: float, seed: int, epochs: int, max_steps: int | No
     else:
         stats = compression.stats()
         sent, run.paper = stats.total, stats.total.paper_ratio
+        run.parts = {name: seconds / total for name, seconds in stats.seconds.items()}
         noises = [value for name, value in stats.metrics.items() if name.endswith("noise")]
         run.noise = sum(noises) if noises else None
     run.counted, run.dense = sent.wire / total, sent.dense / total
@@ -150,6 +152,7 @@ def report(results: dict[str, list[Run]], lrs: dict[str, float], console: Consol
         "as papers count",
         "noise",
         "ms a step",
+        "encode + wait + decode",
     ):
         table.add_column(name, justify="left" if name == "method" else "right")
     for name, runs in results.items():
@@ -167,6 +170,7 @@ def report(results: dict[str, list[Run]], lrs: dict[str, float], console: Consol
             f"{1 - np.mean([run.paper for run in runs]):.1%}" if runs[0].paper is not None else "",
             noise,
             f"{1e3 * np.median(np.concatenate([run.seconds for run in runs])):.1f}",
+            " + ".join(f"{1e3 * np.mean([run.parts[part] for run in runs]):.1f}" for part in runs[0].parts),
         )
     console.print(table)
     console.print(
@@ -214,7 +218,7 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     terminal = os.environ.get("DEMO_TERMINAL") == "1"
-    console = Console(force_terminal=terminal, quiet=hvd.rank() != 0, width=None if terminal else 140)
+    console = Console(force_terminal=terminal, quiet=hvd.rank() != 0, width=None if terminal else 160)
     splits = datasets.load(args.data)
     max_steps = 400 if args.quick else None
     epochs, seeds = (1, 1) if args.quick else (args.epochs, args.seeds)

@@ -111,6 +111,7 @@ class Session:
         self.metrics: dict[str, float] = {}
         self.seconds = dict.fromkeys(("encode", "wait", "decode"), 0.0)
         self._unreported: BaseException | None = None
+        self._restarts = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -146,6 +147,8 @@ class Session:
         for name, array in own.items():
             if name not in arrays or arrays[name].shape != array.shape or arrays[name].dtype != array.dtype:
                 raise CompressionError(f"the saved memory has no {name} of {array.dtype}{list(array.shape)}")
+            if not np.isfinite(arrays[name]).all() and name.split(".")[-1] != "lr":
+                raise CompressionError(f"the saved memory is not finite in {name}")
         self.committed = int(state["step"])
         self.states = [
             bucket._replace(arrays={name: arrays[f"{number}.{name}"].copy() for name in bucket.arrays})
@@ -169,6 +172,14 @@ class Session:
             if text != texts[0]:
                 difference = _difference(json.loads(texts[0]), json.loads(text))
                 raise MismatchError(f"ranks 0 and {rank} differ in {difference}: give every rank the same")
+
+    def restart(self) -> None:
+        """Forgets what was begun of the step: a rank has given up its backward pass, and its gradients come anew.
+
+        Ranks that have not restarted alike find that out by their records.
+        """
+        self._restarts += 1
+        self._begin()
 
     def fail(self, error: BaseException) -> None:
         """Takes note that this rank cannot go on with the step: every rank will be told, and raise."""
@@ -278,7 +289,7 @@ class Session:
         if self._failure is not None:
             status, text, self._unreported = ERROR, _message(self._failure), None
         rates = {bucket: run.lr for bucket, run in sorted(self._runs.items()) if run.lr is not None}
-        digest = hashlib.sha256(json.dumps([self.facts, rates]).encode()).digest()[:8]
+        digest = hashlib.sha256(json.dumps([self.facts, rates, self._restarts]).encode()).digest()[:8]
         return Record(status, self.committed, digest, text).pack()
 
     def _read(self, buffers: Sequence[Bytes]) -> list[Record]:
@@ -291,11 +302,14 @@ class Session:
         for rank, record in enumerate(records):
             if record.step != records[0].step:
                 raise MismatchError(
-                    f"rank {rank} has finished {record.step} steps and rank 0 {records[0].step}: a rank has lost a step "
-                    "after an error; go on from a checkpoint"
+                    f"rank {rank} has finished {record.step} steps and rank 0 {records[0].step}: a rank has lost a step after "
+                    "an error, or has not loaded its memory; go on from a checkpoint, on every rank"
                 )
             if record.digest != records[0].digest and not record.text:
-                raise MismatchError(f"ranks 0 and {rank} no longer agree on the options, the tensors or the learning rate")
+                raise MismatchError(
+                    f"ranks 0 and {rank} no longer agree: on the options, the tensors, the learning rate, or on how often a "
+                    "backward pass was given up"
+                )
         return records
 
     def _averaged(self, metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

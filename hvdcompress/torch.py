@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import os
 import sys
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple, Union
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
-from . import traffic
+from . import settings, traffic
 from .core import AllGather, Array, Group, Layout, Reducer
 from .drivers import blocking
 from .drivers.torch import Handle, Transport
@@ -33,11 +33,11 @@ from .session import STATUS_BYTES, Session, Stats
 
 __all__ = ["Compression", "CompressionError", "Compressor", "MismatchError", "PayloadError"]
 
-HANDSHAKE_SECONDS = 20.0  # HVDCOMPRESS_HANDSHAKE_SECONDS
+HANDSHAKE_SECONDS = 20.0  # where HVDCOMPRESS_HANDSHAKE_SECONDS is not set
 
 Parameters = Union[torch.nn.Module, Iterable[tuple[str, torch.nn.Parameter]]]
 
-_instances: dict[Any, Iterator[int]] = defaultdict(itertools.count)  # of compressors, by process set
+_instances: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of compressors in use, by process set
 
 
 class _Tensor(NamedTuple):
@@ -46,6 +46,9 @@ class _Tensor(NamedTuple):
     name: str
     parameter: torch.nn.Parameter
     bucket: int | None
+
+
+REFUSED = object()  # the context of a gradient that belongs to no parameter: its step fails on every rank
 
 
 class _Context(NamedTuple):
@@ -72,7 +75,8 @@ class Compressor:
             has an option of its own for that.
         seed: of the random draws, the same on all ranks.
         unbound: "error" or "dense": what to do with a tensor that is no gradient of `parameters`.
-        optimizer: whose learning rates a method with `rescale` goes by; then no bucket holds two parameter groups.
+        optimizer: for a method with `rescale`, which goes by the learning rates: the optimizer that is wrapped. No bucket
+            then holds parameters of two of its groups.
 
     Raises:
         ValueError: an option is out of its range, or there is nothing to compress.
@@ -103,12 +107,10 @@ class Compressor:
         self.method = method
         self._set = process_set or hvd.global_process_set
         self._seed, self._unbound, self._optimizer = seed, unbound, optimizer
-        named = parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters
-        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self._tensors, self._layouts = self._bind(trained, bucket_mb, dense_below)
+        self._patience = settings.number("HVDCOMPRESS_HANDSHAKE_SECONDS", HANDSHAKE_SECONDS)
+        self._tensors, self._layouts = self._bind(_trained(parameters), bucket_mb, dense_below)
         self._flat = [np.zeros(layout.size, np.float32) for layout in self._layouts]
-        set_of = tuple(self._set.ranks or ()) if process_set else "global"
-        self._transport = Transport(f"hvdcompress.{next(_instances[set_of])}", self._set)
+        self._transport: Transport | None = None
         self._session: Session | None = None
         self._greeting: Handle | None = None
         self._to_load: Mapping[str, Any] | None = None
@@ -129,9 +131,9 @@ class Compressor:
             if self._unbound == "dense" and not isinstance(error, _Refused):
                 return tensor, None
             self._connect(error)
-            return self._token(), None
+            return self._token(), REFUSED
         session = self._connect()
-        self._arrived.append(index)
+        self._arrived[index] = None
         bound = self._tensors[index]
         handed = self._take(bound, tensor, session)
         if bound.bucket is not None:
@@ -139,7 +141,7 @@ class Compressor:
             if not self._missing[bound.bucket] and self._greeting is None:
                 self._start(bound.bucket, session)
         if len(self._arrived) == len(self._tensors) and self._greeting is None:
-            self._status = self._transport.submit(AllGather(session.record()), "status")
+            self._status = self._transport_in_use.submit(AllGather(session.record()), "status")
         return handed, _Context(bound, tensor.dtype, tensor.device)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -149,9 +151,13 @@ class Compressor:
         """
         if ctx is None:
             return tensor
+        if self._failure is not None:
+            raise CompressionError(f"the step has failed already: {self._failure}") from self._failure
         factor = self._factor(tensor[-2:].tolist())
         if not self._ended:
             self._end_step()
+        if ctx is REFUSED:
+            raise CompressionError("a gradient of no parameter of the compressor came in a step that had ended")
         bound, dtype, device = ctx
         shape = bound.parameter.shape
         if self._means is None:
@@ -181,9 +187,9 @@ class Compressor:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory, as arrays (torch tensors), numbers and strings. Each rank must keep its own."""
-        if self._session is None:
-            return dict(self._to_load or {})
-        state = self._session.state_dict()
+        state = self._session.state_dict() if self._session else self._to_load
+        if not state:
+            return {}
         return {**state, "arrays": {name: torch.from_numpy(array.copy()) for name, array in state["arrays"].items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,19 +200,18 @@ class Compressor:
         """
         if not state:
             return
-        arrays = {name: np.asarray(array) for name, array in state["arrays"].items()}
-        if self._session is None:
-            self._to_load = {**state, "arrays": arrays}
+        arrays = {name: torch.as_tensor(array).cpu().numpy() for name, array in state.get("arrays", {}).items()}
+        loaded = {**state, "arrays": arrays} if "arrays" in state else state
+        if self._session is None and "arrays" in state:
+            self._to_load = loaded
         else:
-            self._session.load_state_dict({**state, "arrays": arrays})
+            (self._session or Session(self.method, self._layouts, Group(0, 1))).load_state_dict(loaded)
 
     # Binding
 
     def _bind(
         self, named: list[tuple[str, torch.nn.Parameter]], bucket_mb: float, dense_below: int
     ) -> tuple[list[_Tensor], list[Layout]]:
-        if not named:
-            raise ValueError("there is no parameter that requires a gradient")
         tensors: list[_Tensor] = []
         members: list[list[tuple[str, torch.Size]]] = []
         room, last_group = 0.0, None
@@ -235,7 +240,7 @@ class Compressor:
         """Which parameter's gradient this is. Horovod gives no name, and a gradient's address changes every step."""
         place = len(self._arrived)
         if place < len(self._order) and self._tensors[self._order[place]].parameter.grad is tensor:
-            return self._checked(self._order[place])
+            return self._checked(self._order[place])  # as in the last step
         for index, bound in enumerate(self._tensors):
             if bound.parameter.grad is tensor:
                 return self._checked(index)
@@ -266,18 +271,22 @@ class Compressor:
         return sparse[0]
 
     def _checked(self, index: int) -> int:
-        if index in self._arrived:  # a backward pass was given up: the gradients come anew
+        if index in self._arrived and self._session is not None:  # a backward pass was given up: the gradients come anew
+            for handle in (*self._pending.values(), *([self._status] if self._status else ())):
+                self._transport_in_use.wait(handle)
+            self._session.restart()
             self._begin_step()
         return index
 
     # A step
 
     def _begin_step(self) -> None:
-        self._arrived: list[int] = []
+        self._arrived: dict[int, None] = {}  # numbers of tensors, in order
         self._missing = [len(layout.names) for layout in self._layouts]
         self._pending: dict[int, Handle] = {}
         self._status = None
         self._means: list[Array] | None = None
+        self._failure: Exception | None = None
         self._ended = False
 
     def _connect(self, error: CompressionError | None = None) -> Session:
@@ -297,17 +306,17 @@ class Compressor:
             error = error or self._second_momentum()
             if error is not None:
                 session.fail(error)
-            greeting = self._transport.submit(AllGather(session.handshake()), "status")
-            patience = float(os.environ.get("HVDCOMPRESS_HANDSHAKE_SECONDS", HANDSHAKE_SECONDS))
-            deadline = time.monotonic() + patience
-            while not self._transport.done(greeting) and time.monotonic() < deadline:
+            transport = self._transport_in_use
+            greeting = transport.submit(AllGather(session.handshake()), "status")
+            deadline = time.monotonic() + self._patience
+            while not transport.done(greeting) and time.monotonic() < deadline:
                 time.sleep(0.001)
-            if self._transport.done(greeting):
-                session.check_handshake(self._transport.wait(greeting))
+            if transport.done(greeting):
+                session.check_handshake(transport.wait(greeting))
             else:
                 warnings.warn(
-                    f"some rank has not begun to train with compression for {patience:g} s: is the same compression= given "
-                    "on every rank, and the process set to both the optimizer and the compressor?",
+                    f"some rank has not begun to train with compression for {self._patience:g} s: is the same compression= "
+                    "given on every rank, and the process set to both the optimizer and the compressor?",
                     stacklevel=2,
                 )
                 self._greeting = greeting
@@ -316,20 +325,24 @@ class Compressor:
             self._session.fail(error)
         return self._session
 
+    @property
+    def _transport_in_use(self) -> Transport:
+        """Compressors are numbered by their first use, which comes in the same order on all ranks."""
+        if self._transport is None:
+            set_id = self._set.process_set_id
+            self._transport = Transport(f"hvdcompress.{set_id}.{next(_instances[set_id])}", self._set)
+        return self._transport
+
     def _second_momentum(self) -> CompressionError | None:
         """An error if the optimizer that calls has a momentum beside the method's own."""
-        frame, own = sys._getframe(), getattr(self.method, "momentum", 0)
-        while own and frame.f_back is not None:
-            frame = frame.f_back
-            optimizer = frame.f_locals.get("self")
-            if isinstance(optimizer, torch.optim.Optimizer) and getattr(optimizer, "_compression", None) is self:
-                for group in optimizer.param_groups:
-                    theirs = group.get("momentum") or group.get("betas", (0,))[0]
-                    if theirs:
-                        return CompressionError(
-                            f"the optimizer has a momentum of {theirs} and {self.method} has {own}: momentum would be applied "
-                            "twice; use SGD with momentum=0, or give the compression momentum=0"
-                        )
+        own, optimizer = getattr(self.method, "momentum", 0), _calling_optimizer(self)
+        for group in optimizer.param_groups if own and optimizer else ():
+            theirs = group.get("momentum") or group.get("betas", (0,))[0]
+            if theirs:
+                return CompressionError(
+                    f"the optimizer has a momentum of {theirs} and {self.method} has {own}: momentum would be applied "
+                    "twice; use SGD with momentum=0, or give the compression momentum=0"
+                )
         return None
 
     def _take(self, bound: _Tensor, tensor: torch.Tensor, session: Session) -> torch.Tensor:
@@ -357,33 +370,49 @@ class Compressor:
     def _start(self, bucket: int, session: Session) -> None:
         lr = None
         if self._optimizer is not None:
-            first = next(bound.parameter for bound in self._tensors if bound.bucket == bucket)
-            group = self._lr_group(first)
+            # The wrapped optimizer is another object than the one that was given, and its groups may have been replaced.
+            self._optimizer = _calling_optimizer(self) or self._optimizer
+            group = self._lr_group(next(bound.parameter for bound in self._tensors if bound.bucket == bucket))
             lr = float(group["lr"]) if group else None
         request = session.start(bucket, self._flat[bucket], lr)
-        self._pending[bucket] = self._transport.submit(request, blocking.name(bucket, 0))
+        self._pending[bucket] = self._transport_in_use.submit(request, blocking.name(bucket, 0))
 
     def _end_step(self) -> None:
-        session = self._session
-        assert session is not None
+        """Brings the step to its end on this rank; an error is kept for the tensors that have not asked yet."""
+        self._order, self._ended = list(self._arrived), True
+        try:
+            self._means = self._wind_up(self._connect())
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            self._pending, self._status = {}, None
+
+    def _wind_up(self, session: Session) -> list[Array] | None:
+        transport = self._transport_in_use
         if self._greeting is not None:
             greeting, self._greeting = self._greeting, None
-            session.check_handshake(self._transport.wait(greeting))
-        lost = sorted(set(range(len(self._tensors))) - set(self._arrived))
+            session.check_handshake(transport.wait(greeting))
+        lost = [bound for index, bound in enumerate(self._tensors) if index not in self._arrived]
         if lost:
+            gradient = lost[0].parameter.grad
+            way_out = (
+                "its gradient is sparse: give DistributedOptimizer sparse_as_dense=True, or the layer sparse=False"
+                if gradient is not None and gradient.is_sparse
+                else "give the compressor only what the optimizer trains"
+            )
             session.fail(
                 CompressionError(
-                    f"parameter {self._tensors[lost[0]].name!r} was given to the compressor but no gradient of it came: give "
-                    f"the compressor only what the optimizer trains ({len(lost)} of {len(self._tensors)} are missing)"
+                    f"parameter {lost[0].name!r} was given to the compressor but no gradient of it came ({len(lost)} of "
+                    f"{len(self._tensors)} are missing): {way_out}"
                 )
             )
         for bucket in range(len(self._layouts)):
             if bucket not in self._pending:
                 self._start(bucket, session)
         if self._status is None:
-            self._status = self._transport.submit(AllGather(session.record()), "status")
-        self._order, self._ended = self._arrived, True
-        self._means = blocking.wind_up(session, self._transport, self._pending, self._status)
+            self._status = transport.submit(AllGather(session.record()), "status")
+        return blocking.wind_up(session, transport, self._pending, self._status)
 
     # The token
 
@@ -404,11 +433,42 @@ class Compressor:
         return float(round(factor)) if abs(factor - round(factor)) < 1e-5 * factor else factor
 
     def _facts(self) -> dict[str, str]:
-        return {
+        return {"unbound": self._unbound} | {
             f"tensor {t.name}": f"{str(t.parameter.dtype).removeprefix('torch.')}{list(t.parameter.shape)}, "
             + ("dense" if t.bucket is None else f"in bucket {t.bucket}")
             for t in self._tensors
         }
+
+
+def _trained(parameters: Parameters) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that require a gradient, each once, by names of their own."""
+    pairs = list(parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
+            raise ValueError("give the compressor a model, or its named_parameters(): pairs of name and parameter")
+    trained: list[tuple[str, torch.nn.Parameter]] = []
+    seen: set[int] = set()
+    for name, parameter in pairs:
+        if parameter.requires_grad and id(parameter) not in seen:
+            seen.add(id(parameter))
+            trained.append((name, parameter))
+    (name, times), *_ = [*Counter(name for name, _ in trained).most_common(1), ("", 1)]
+    if times > 1:
+        raise ValueError(f"{times} parameters have the name {name!r}: names must be unique")
+    if not trained:
+        raise ValueError("there is no parameter that requires a gradient")
+    return trained
+
+
+def _calling_optimizer(compressor: Compressor) -> torch.optim.Optimizer | None:
+    """Horovod's optimizer, which is on the stack when it calls `compress` or `decompress`, and is handed over nowhere."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.optim.Optimizer) and getattr(caller, "_compression", None) is compressor:
+            return caller
+        frame = frame.f_back
+    return None
 
 
 class _Refused(CompressionError):

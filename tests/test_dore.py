@@ -345,3 +345,14 @@ def test_frames_of_another_step_are_told_apart() -> None:
     with pytest.raises(CompressionError, match="rank 1 is of step 0, expected 1"):
         simulation.step(grads(1, 2, LAYOUTS[1:]))
     assert frame.HEADER.size == 28
+
+
+def test_a_bucket_that_compression_would_enlarge_is_averaged_dense() -> None:
+    small = Layout.of([("w", (40,))])
+    for ranks in (2, 8, 64):
+        group = Group(0, ranks)
+        assert Dore().wire_bytes(small, group) <= Dense().wire_bytes(small, group), ranks
+    simulation, dense = Simulation(Dore(), small, 16), Simulation(Dense(), small, 16)
+    for step in range(3):
+        same_bits(simulation.step(grads(step, 16, [small]))[0], dense.step(grads(step, 16, [small]))[0])
+    assert not simulation.arrays(0), "and keeps no memory"

@@ -45,8 +45,8 @@ class Ternary:
     scales: str = "float32"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block <= 1 << 20:
-            raise ValueError(f"block must be from 1 to {1 << 20} elements, not {self.block}")
+        if type(self.block) is not int or not 1 <= self.block <= 1 << 20:
+            raise ValueError(f"block must be a whole number of elements from 1 to {1 << 20}, not {self.block!r}")
         if self.scales not in ("float32", "byte"):
             raise ValueError(f"scales must be 'float32' or 'byte', not {self.scales!r}")
 

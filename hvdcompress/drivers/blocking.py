@@ -29,19 +29,25 @@ def shake_hands(session: Session, transport: Transport) -> None:
 def wind_up(session: Session, transport: Transport, pending: dict[int, Any], status: Any) -> list[Array] | None:
     """Brings a step whose buckets are all started to its end; returns and raises what `Session.finish` does.
 
+    An error of the transport's own goes out as it is, and leaves the session before the step.
+
     Args:
         pending: the handle of each bucket's first collective.
         status: the handle of the status records' allgather.
     """
     began, busy = time.perf_counter(), session.seconds["decode"]
-    goes_on, stage = session.agree(transport.wait(status)), 0
-    while pending:
-        stage, under_way, pending = stage + 1, pending, {}
-        for bucket in sorted(under_way):
-            reply = transport.wait(under_way[bucket])
-            request = session.advance(bucket, reply) if goes_on else None
-            if request is not None:
-                pending[bucket] = transport.submit(request, name(bucket, stage))
+    try:
+        goes_on, stage = session.agree(transport.wait(status)), 0
+        while pending:
+            stage, under_way, pending = stage + 1, pending, {}
+            for bucket in sorted(under_way):
+                reply = transport.wait(under_way[bucket])
+                request = session.advance(bucket, reply) if goes_on else None
+                if request is not None:
+                    pending[bucket] = transport.submit(request, name(bucket, stage))
+    except Exception:
+        session.restart()
+        raise
     session.seconds["wait"] += time.perf_counter() - began - (session.seconds["decode"] - busy)
     return session.finish()
 

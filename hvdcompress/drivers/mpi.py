@@ -36,7 +36,7 @@ class DistributedMean:
         seed: of the random draws, the same on all ranks.
 
     Calling it:
-        grads: arrays of any float dtype and any shapes; the shapes are those of the first call, on every rank.
+        grads: arrays of any real float dtype and any shapes; the shapes are those of the first call, on every rank.
         lr: the learning rate of the step, for methods that ask for it.
         Returns the means, in the shapes and dtypes of `grads`. They are NaN, on every rank, where a gradient is not
         finite on some rank; the memory is then as it was.
@@ -52,10 +52,13 @@ class DistributedMean:
 
     def __call__(self, grads: Sequence[NDArray[Any]], lr: float | None = None) -> list[NDArray[Any]]:
         grads = [np.asarray(grad) for grad in grads]
-        session = self._session(grads)
-        shapes = tuple(grad.shape for grad in grads)
+        shapes, others = tuple(grad.shape for grad in grads), {str(g.dtype) for g in grads if g.dtype.kind != "f"}
+        error = CompressionError(f"gradients must be of a float dtype, not {', '.join(sorted(others))}") if others else None
+        session = self._session(shapes, error)
         if shapes != session.layouts[0].shapes:
-            session.fail(CompressionError(f"the shapes {shapes} are not those of the first step, {session.layouts[0].shapes}"))
+            error = CompressionError(f"the shapes {shapes} are not those of the first step, {session.layouts[0].shapes}")
+        if error is not None:
+            session.fail(error)
             grads = [np.zeros(shape, np.float32) for shape in session.layouts[0].shapes]
         flat = np.concatenate([np.zeros(0, np.float32), *(np.ravel(grad).astype(np.float32) for grad in grads)])
         size = session.group.size
@@ -67,11 +70,13 @@ class DistributedMean:
         slices = session.layouts[0].slices.values()
         return [mean[where].reshape(grad.shape).astype(grad.dtype) for where, grad in zip(slices, grads)]
 
-    def _session(self, grads: Sequence[NDArray[Any]]) -> Session:
+    def _session(self, shapes: Sequence[tuple[int, ...]], error: CompressionError | None) -> Session:
         if self.session is None:
             comm = self._transport.comm
-            layout = Layout.of((str(i), grad.shape) for i, grad in enumerate(grads))
+            layout = Layout.of((str(i), shape) for i, shape in enumerate(shapes))
             session = Session(self.method, [layout], Group(comm.rank, comm.size, self.seed))
+            if error is not None:
+                session.fail(error)
             blocking.shake_hands(session, self._transport)
             self.session = session
         return self.session

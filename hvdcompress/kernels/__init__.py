@@ -10,12 +10,12 @@ the same bytes: NumPy's, which is the definition, and the compiled one, which is
 
 from __future__ import annotations
 
-import os
 import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .. import settings
 from .numpy import TERNARY_RUN, concatenate, ternary_bytes, zeros
 from .random import derive_key
 
@@ -41,9 +41,7 @@ __all__ = [
 
 def _native() -> ModuleType | None:
     """The compiled set, if it is wanted and there."""
-    wanted = os.environ.get("HVDCOMPRESS_KERNELS", "")
-    if wanted not in ("", "numpy", "native"):
-        raise ValueError(f"HVDCOMPRESS_KERNELS must be 'numpy' or 'native', not {wanted!r}")
+    wanted = settings.choice("HVDCOMPRESS_KERNELS", ("numpy", "native"))
     if wanted == "numpy":
         return None
     try:
@@ -58,9 +56,8 @@ def _native() -> ModuleType | None:
             stacklevel=3,
         )
         return None
-    native.set_threads(int(os.environ.get("HVDCOMPRESS_NUM_THREADS", "1")))
-    if "HVDCOMPRESS_ISA" in os.environ:
-        native.choose(os.environ["HVDCOMPRESS_ISA"])
+    native.set_threads(settings.count("HVDCOMPRESS_NUM_THREADS", 1, most=1024))
+    native.choose(settings.choice("HVDCOMPRESS_ISA", native.instruction_sets()) or native.instruction_set())
     return native
 
 

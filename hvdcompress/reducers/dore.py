@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,7 +27,9 @@ from .. import frame, kernels
 from ..codecs import Codec, Ternary
 from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Reduction, Stage, State, Step
 from .channel import Channel
+from .dense import Dense
 
+DENSE = Dense()
 UPLINK, DOWNLINK = 1, 2  # streams of random draws: the first is each rank's own, the second is shared
 
 # What `exchange="auto"` predicts with: the slow end of what people have between their nodes, and what a round of
@@ -64,7 +67,8 @@ class Dore:
             for small steps only; 0.5 holds for steps 4 to 8 times larger.
         block: elements that share a scale. Smaller blocks have less noise and more bytes of scales.
         scales: "float32" or "byte" (rounded up; a quarter of the size).
-        exchange: "allgather", "sharded", or "auto": what is predicted to be faster.
+        exchange: "allgather", "sharded", or "auto": what is predicted to be faster, or a dense allreduce without memory for a
+            bucket so small, or so many ranks, that neither would save bytes.
         rescale: multiplies e by lr_old / lr_new, which keeps it the same in model units when the rate changes. Each
             step must then be told its rate. A rate of zero changes nothing.
         uplink, downlink: another codec than Ternary(block, scales), for the first or the second residual.
@@ -94,8 +98,8 @@ class Dore:
     def __post_init__(self) -> None:
         for name, low_open in (("alpha", False), ("beta", True), ("eta", False)):
             value = getattr(self, name)
-            if not (0 <= value <= 1) or (low_open and value == 0):
-                raise ValueError(f"{name} must be in {'(' if low_open else '['}0, 1], not {value}")
+            if not isinstance(value, (int, float)) or not (0 <= value <= 1) or (low_open and value == 0):
+                raise ValueError(f"{name} must be in {'(' if low_open else '['}0, 1], not {value!r}")
         if self.exchange not in ("auto", "allgather", "sharded"):
             raise ValueError(f"exchange must be 'auto', 'allgather' or 'sharded', not {self.exchange!r}")
         Ternary(self.block, self.scales)
@@ -107,23 +111,32 @@ class Dore:
         return self.uplink or usual, self.downlink or usual
 
     def init(self, layout: Layout, group: Group) -> State:
+        if self._exchange(layout, group) == "dense":
+            return DENSE.init(layout, group)
         part = self._parts(layout, group).mine
         arrays = {
             "copies": kernels.zeros(group.size * part.size).reshape(group.size, part.size),  # h_j of each rank j
             "e": kernels.zeros(part.size),
         }
-        if self._sharded(layout, group):
+        if self._exchange(layout, group) == "sharded":
             arrays["h"] = kernels.zeros(layout.size)
         if self.rescale:
             arrays["lr"] = np.full(1, np.nan)  # the rate that e belongs to
         return State(layout, group, arrays)
 
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
-        return (Stage(AllToAll), Stage(AllGather)) if self._sharded(layout, group) else (Stage(AllGather),)
+        return {
+            "dense": DENSE.stages(layout, group),
+            "allgather": (Stage(AllGather),),
+            "sharded": (Stage(AllToAll), Stage(AllGather)),
+        }[self._exchange(layout, group)]
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         layout, group, arrays = state
-        sharded, parts = self._sharded(layout, group), self._parts(layout, group)
+        exchange = self._exchange(layout, group)
+        if exchange == "dense":
+            return (yield from DENSE.reduce(grad, state, step))
+        sharded, parts = exchange == "sharded", self._parts(layout, group)
         up, down = (Channel(codec, layout.bucket, step.number) for codec in self.codecs)
         h = arrays["h"] if sharded else arrays["copies"][group.rank]
 
@@ -183,32 +196,31 @@ class Dore:
         return self.eta * old / step.lr, {"lr": np.full(1, step.lr)}
 
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
-        return self._predict(self._sharded(layout, group), layout, group, metrics or {})
+        return self._predict(self._exchange(layout, group), layout.size, group.size, metrics or {})
 
-    def _predict(self, sharded: bool, layout: Layout, group: Group, metrics: Mapping[str, float]) -> float:
+    def _predict(self, exchange: str, n: int, ranks: int, metrics: Mapping[str, float]) -> float:
+        if exchange == "dense":
+            return DENSE.wire_bytes(Layout.of([("", (n,))]), Group(0, ranks))
         up, down = self.codecs
         up_density, down_density = metrics.get("uplink_density"), metrics.get("downlink_density")
-        parts, others = _divide(layout.size, group.size if sharded else 1, self._alignment), group.size - 1
+        parts = _divide(n, ranks if exchange == "sharded" else 1, self._alignment)
         sent = sum(frame.HEADER.size + up.expected_bytes(part.size, up_density) for part in parts)
-        if not sharded:
-            return others * sent
+        if exchange == "allgather":
+            return (ranks - 1) * sent
         codes = sum(frame.HEADER.size + down.expected_bytes(part.size, down_density) for part in parts)
-        return others / group.size * (sent + codes)
+        return (ranks - 1) / ranks * (sent + codes)
 
-    def _sharded(self, layout: Layout, group: Group) -> bool:
-        if self.exchange != "auto":
-            return self.exchange == "sharded"
-        one_round, two_rounds = (self._predict(sharded, layout, group, {}) / BYTES_PER_SECOND for sharded in (False, True))
-        return two_rounds + SECONDS_PER_ROUND < one_round
+    def _exchange(self, layout: Layout, group: Group) -> str:
+        return _choose(self, layout.size, group.size) if self.exchange == "auto" else self.exchange
 
     @property
     def _alignment(self) -> int:
         return math.lcm(*(codec.alignment for codec in self.codecs))
 
     def _parts(self, layout: Layout, group: Group) -> Parts:
-        if not self._sharded(layout, group):
+        if self._exchange(layout, group) != "sharded":
             whole = Part(0, layout.size)
-            return Parts([whole], whole)
+            return Parts((whole,), whole)
         parts = _divide(layout.size, group.size, self._alignment)
         return Parts(parts, parts[group.rank])
 
@@ -229,15 +241,28 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    all: list[Part]  # by owner
+    all: tuple[Part, ...]  # by owner
     mine: Part  # the one that this rank is the master of
 
 
-def _divide(n: int, owners: int, alignment: int) -> list[Part]:
+@lru_cache(maxsize=4096)
+def _choose(method: Dore, n: int, ranks: int) -> str:
+    """What is predicted to be the fastest of the exchanges that send fewer bytes than a dense allreduce."""
+    if ranks == 1:
+        return "allgather"
+    rounds = {"allgather": 1, "sharded": 2}
+    sent = {name: method._predict(name, n, ranks, {}) for name in rounds}
+    dense = method._predict("dense", n, ranks, {})
+    worthwhile = [name for name in rounds if sent[name] < dense]
+    return min(worthwhile, key=lambda name: sent[name] / BYTES_PER_SECOND + rounds[name] * SECONDS_PER_ROUND, default="dense")
+
+
+@lru_cache(maxsize=4096)
+def _divide(n: int, owners: int, alignment: int) -> tuple[Part, ...]:
     """Runs of n elements for each owner, cut at multiples of `alignment`, as even as that allows."""
     pieces = -(-n // alignment)
     cuts = [min(n, owner * pieces // owners * alignment) for owner in range(owners + 1)]
-    return [Part(start, stop) for start, stop in zip(cuts, cuts[1:])]
+    return tuple(Part(start, stop) for start, stop in zip(cuts, cuts[1:]))
 
 
 def _relative(noise: float, x: Array) -> float:

@@ -617,6 +617,132 @@ def an_unbound_gradient_is_an_error_on_every_rank():
 
 
 @check_of_two
+def a_step_of_unbound_gradients_only_is_an_error_on_every_rank():
+    model, other = Given(*SHAPES), Given((2, 2), (2,))
+    compressor = hvc.Compression.dore(model)
+    optimizer = wrap(model, compressor)
+    reduce(model, optimizer, given_grads(0, RANK))
+    stranger = wrap(other, compressor, named_parameters=[(f"other.{n}", p) for n, p in other.named_parameters()])
+    grads = given_grads(0, RANK, [(2, 2), (2,)])
+    raised_everywhere(lambda: reduce(other, stranger, grads), "belongs to none of the")
+
+
+@check_of_two
+def names_and_parameters_are_checked_when_the_compressor_is_made():
+    model = Given(*SHAPES)
+    twice = [("w", p) for p in model.weights]
+    for wrong, told in ((twice, "have the name 'w'"), (model.parameters(), "pairs of name and parameter"), ([], "no parameter")):
+        with pytest.raises(ValueError, match=told):
+            hvc.Compression.dore(wrong)
+    shared = [*model.named_parameters(), ("again", model.weights[0])]
+    optimizer = wrap(model, hvc.Compression.dore(shared))
+    reduce(model, optimizer, given_grads(0, RANK))
+    for options in ({"unbound": "skip"}, {"bucket_mb": 0}, {"rescale": True}, {"block": "64"}, {"alpha": "0.1"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            hvc.Compression.dore(model, **options)
+    with pytest.raises(AttributeError, match="there are none, fp16, dense, dore, sketch"):
+        hvc.Compression.gzip(model)
+    assert {"none", "fp16", "dense", "dore", "sketch"} <= set(dir(hvc.Compression))
+
+
+@check_of_two
+def rescaling_goes_by_the_optimizer_that_is_used_after_its_state_was_loaded():
+    model = Given(*SHAPES)
+    base = torch.optim.SGD(model.parameters(), lr=0.5)
+    compressor = hvc.Compression.dore(model, block=32, rescale=True, optimizer=base)
+    optimizer = hvd.DistributedOptimizer(base, named_parameters=model.named_parameters(), compression=compressor)
+    simulation = Simulation(compressor.method, compressor._layouts, SIZE)
+    for step, lr in enumerate((0.5, 0.5, 0.125, 0.125)):
+        if step == 2:
+            state = optimizer.state_dict()
+            state["param_groups"][0]["lr"] = lr
+            optimizer.load_state_dict(state)
+        by_rank = [given_grads(step, rank) for rank in range(SIZE)]
+        got = flattened(compressor._layouts, reduce(model, optimizer, by_rank[RANK]))
+        same_bits(got, simulation.step([flattened(compressor._layouts, grads) for grads in by_rank], lr), f"step {step}")
+
+
+@check_of_two
+def a_backward_pass_that_was_given_up_leaves_no_trace():
+    results = []
+    for given_up in (False, True):
+        model = Given(*SHAPES)
+        compressor = hvc.Compression.dore(model, block=16, bucket_mb=0.008)
+        optimizer = wrap(model, compressor)
+        reduce(model, optimizer, given_grads(0, RANK))
+        if given_up:
+            spoilt = given_grads(9, RANK)
+            spoilt[3][0] = float("nan")
+            optimizer.zero_grad()
+            model.loss(spoilt).backward()
+            forget(optimizer)
+        results.append([reduce(model, optimizer, given_grads(step, RANK)) for step in (1, 2)])
+        assert compressor.stats().abandoned == 0
+    for one, other in zip(*results):
+        same_bits(other, one)
+
+
+@check_of_two
+def a_backward_pass_that_one_rank_gave_up_is_an_error_on_every_rank():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(model, block=16)
+    optimizer = wrap(model, compressor)
+    reduce(model, optimizer, given_grads(0, RANK))
+    session = compressor._session
+    if RANK == 0:
+        session.restart()
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(1, RANK)), "a backward pass was given up")
+
+
+@check_of_two
+def unused_compressors_on_one_rank_do_not_matter():
+    if RANK == 0:
+        for _ in range(3):
+            hvc.Compression.dore(Given(*SHAPES))
+    models = [Given(*SHAPES), Given(*SHAPES)]
+    compressors = [hvc.Compression.dore(models[0]), hvc.Compression.dore(models[1], process_set=hvd.global_process_set)]
+    optimizers = [
+        wrap(m, c, named_parameters=[(f"{i}.{n}", p) for n, p in m.named_parameters()])
+        for i, (m, c) in enumerate(zip(models, compressors))
+    ]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    sum(m.loss(given_grads(0, RANK)) for m in models).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    same_bits([p.grad for p in models[0].weights], [p.grad for p in models[1].weights])
+
+
+@check_of_two
+def a_sparse_gradient_is_named_with_the_way_out():
+    model = torch.nn.ModuleDict({"a": torch.nn.Embedding(60, 40, sparse=True), "c": torch.nn.Linear(40, 50)})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        named_parameters=model.named_parameters(),
+        compression=hvc.Compression.dore(model),
+    )
+
+    def step():
+        model["c"](model["a"](torch.arange(4))).square().mean().backward()
+        optimizer.step()
+
+    raised_everywhere(step, "'a.weight'", "sparse_as_dense=True")
+
+
+@check
+def a_memory_is_given_back_as_it_was_before_the_first_step():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(model)
+    assert compressor.state_dict() == {}
+    with pytest.raises(CompressionError, match="no memory of a compressor"):
+        compressor.load_state_dict({"model": 1})
+    layouts = compressor._layouts
+    saved = Simulation(compressor.method, layouts, 1).sessions[0].state_dict()
+    compressor.load_state_dict(saved)
+    assert all(isinstance(array, torch.Tensor) for array in compressor.state_dict()["arrays"].values())
+
+
+@check_of_two
 def other_operations_are_refused_on_every_rank():
     for op in (hvd.Min, hvd.Max, hvd.Product):
         model = Given(*SHAPES)

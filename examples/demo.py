@@ -69,9 +69,9 @@ class Method:
 
 
 METHODS = [
-    Method("dense", lambda model: Counted(hvc.Compression.none), lr=0.025),
-    Method("fp16", lambda model: Counted(hvc.Compression.fp16), lr=0.1, bytes_per_element=2),
-    Method("DORE, block 64", lambda model: hvc.Compression.dore(model, block=64, scales="byte"), lr=0.0125),
+    Method("dense", lambda model: Counted(hvc.Compression.none), lr=0.05),
+    Method("fp16", lambda model: Counted(hvc.Compression.fp16), lr=0.05, bytes_per_element=2),
+    Method("DORE, block 64", lambda model: hvc.Compression.dore(model, block=64, scales="byte"), lr=0.025),
     # Masking throws momentum away at this compression: without it, and with a larger rate, the sketch does better.
     Method("Sketched-SGD", lambda model: hvc.Compression.sketch(model, ratio=0.096, momentum=0), lr=0.2, momentum=0),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,3 +43,13 @@ def mpirun(ranks: int, *command: str | Path, timeout: float, **environment: str)
         output, _ = process.communicate()
         return subprocess.CompletedProcess(line, 124, f"{output}\nended after {timeout} s", None)
     return subprocess.CompletedProcess(line, process.returncode, output, None)
+
+
+def copy_of_tracked_files(target: Path) -> Path:
+    """The working tree as a fresh clone has it: nothing that was built."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    for name in filter(None, tracked):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    return target

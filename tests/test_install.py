@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT
+from launch import copy_of_tracked_files
 
 PROGRAM = """
 import importlib.util, pathlib, sys, warnings
@@ -39,12 +38,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> None:
 
 @pytest.mark.parametrize("compiler", [True, False])
 def test_wheel_works_without_any_framework_from_another_directory(tmp_path: Path, compiler: bool) -> None:
-    source, target, numpy_only = (tmp_path / name for name in ("source", "site", "numpy"))
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
-    for name in filter(None, tracked):
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
+    source, target, numpy_only = copy_of_tracked_files(tmp_path / "source"), tmp_path / "site", tmp_path / "numpy"
     environment = {} if compiler else {"CC": "false", "CXX": "false"}
     pip = (sys.executable, "-m", "pip")
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source, cwd=tmp_path, **environment)

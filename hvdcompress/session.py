@@ -135,8 +135,7 @@ class Session:
         Raises:
             CompressionError: it is of another method, model, rank or number of ranks, or incomplete; nothing is changed.
         """
-        if not {"step", "rank", "facts", "arrays"} <= set(state):
-            raise CompressionError(f"this is no memory of a compressor: it has {sorted(state)}")
+        check_memory(state)
         if state["facts"] != self.facts:
             raise CompressionError(f"the saved memory is of another training: {_difference(state['facts'], self.facts)}")
         if state["rank"] != self.group.rank:
@@ -316,6 +315,12 @@ class Session:
         sizes = [max(1, layout.size) for layout in self.layouts]
         names = metrics[0] if metrics else ()
         return {name: sum(m[name] * n for m, n in zip(metrics, sizes)) / sum(sizes) for name in names}
+
+
+def check_memory(state: Mapping[str, Any]) -> None:
+    """Raises a CompressionError if this does not come from `Session.state_dict`."""
+    if not {"step", "rank", "facts", "arrays"} <= set(state):
+        raise CompressionError(f"this is no memory of a compressor: it has {sorted(state)}")
 
 
 class _Run:

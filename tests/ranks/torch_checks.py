@@ -109,7 +109,7 @@ def simulated_mpi_and_horovod_give_the_same_bits():
     for exchange, scales, bucket_mb in itertools.product(("allgather", "sharded"), ("float32", "byte"), (0.008, 4)):
         method, model = Dore(block=32, scales=scales, exchange=exchange), Given(*SHAPES)
         compressor = hvc.Compressor(model, method, bucket_mb=bucket_mb, seed=5)
-        optimizer, layouts = wrap(model, compressor), compressor._layouts
+        optimizer, layouts = wrap(model, compressor), compressor.binding.layouts
         assert len(layouts) == (1 if bucket_mb == 4 else 2), layouts
         simulation, mpi_mean = Simulation(method, layouts, SIZE, seed=5), DistributedMean(method, MPI.COMM_WORLD, seed=5)
         for step in range(9):
@@ -139,7 +139,7 @@ def sketches_of_integers_are_the_same_simulated_over_mpi_and_under_horovod():
     for P, momentum, tile in ((4, 0.5, 0), (4, 0.0, 1), (0, 0.5, 0)):
         method, model = SketchedSGD(ratio=0.3, P=P, momentum=momentum, tile=tile), Given(*SHAPES)
         compressor = hvc.Compressor(model, method, seed=5)
-        optimizer, layouts = wrap(model, compressor), compressor._layouts
+        optimizer, layouts = wrap(model, compressor), compressor.binding.layouts
         assert [len(layout.names) for layout in layouts] == [len(SHAPES)]
         simulation, mpi_mean = Simulation(method, layouts, SIZE, seed=5), DistributedMean(method, MPI.COMM_WORLD, seed=5)
         # mpi4py's driver names tensors by number, and the draws go by places: the same tensors in the same order.
@@ -244,8 +244,8 @@ def orders_of_arrival_and_unused_parameters_do_not_matter():
     model = Given(*shapes)
     compressor = hvc.Compression.dore(model, block=64, bucket_mb=0.01, exchange="sharded")
     optimizer = wrap(model, compressor)
-    assert len(compressor._layouts) >= 4
-    simulation = Simulation(compressor.method, compressor._layouts, SIZE)
+    assert len(compressor.binding.layouts) >= 4
+    simulation = Simulation(compressor.method, compressor.binding.layouts, SIZE)
     for step in range(200):
         by_rank = []
         for rank in range(SIZE):
@@ -255,8 +255,10 @@ def orders_of_arrival_and_unused_parameters_do_not_matter():
         got = reduce(model, optimizer, *by_rank[RANK])
         flat = []
         for grads, used in by_rank:
-            flat.append(flattened(compressor._layouts, [g if i in used else torch.zeros_like(g) for i, g in enumerate(grads)]))
-        same_bits(flattened(compressor._layouts, got), simulation.step(flat), f"step {step}")
+            flat.append(
+                flattened(compressor.binding.layouts, [g if i in used else torch.zeros_like(g) for i, g in enumerate(grads)])
+            )
+        same_bits(flattened(compressor.binding.layouts, got), simulation.step(flat), f"step {step}")
 
 
 @check
@@ -396,12 +398,12 @@ def a_process_set_is_its_own_world():
             model = Given(*SHAPES)
             compressor = hvc.Compression.dore(model, block=32, process_set=members)
             optimizer = wrap(model, compressor, process_set=members)
-            simulation = Simulation(compressor.method, compressor._layouts, 2)
+            simulation = Simulation(compressor.method, compressor.binding.layouts, 2)
             for step in range(3):
                 by_rank = [given_grads(step, rank) for rank in (0, 2)]
                 got = reduce(model, optimizer, by_rank[RANK // 2])
-                expected = simulation.step([flattened(compressor._layouts, grads) for grads in by_rank])
-                same_bits(flattened(compressor._layouts, got), expected, f"step {step}")
+                expected = simulation.step([flattened(compressor.binding.layouts, grads) for grads in by_rank])
+                same_bits(flattened(compressor.binding.layouts, got), expected, f"step {step}")
                 assert_allclose(got[1], sum(g[1] for g in by_rank) / 2, rtol=1e-5)
     finally:
         MPI.COMM_WORLD.Barrier()
@@ -420,7 +422,7 @@ def counted_bytes_are_those_of_the_formulas():
             status, small, tokens = 28 + 16, 4 * (9 + 2), 2 * 8
             dense = 2 * (SIZE - 1) / SIZE * 4 * (41 * 53 + 9 + 30 * 40)
             assert_allclose(stats.last.dense, dense, rtol=1e-12)
-            method_bytes = compressor.method.wire_bytes(compressor._layouts[0], compressor._session.group, stats.metrics)
+            method_bytes = compressor.method.wire_bytes(compressor.binding.layouts[0], compressor._session.group, stats.metrics)
             beside = 2 * (SIZE - 1) / SIZE * (small + tokens) + (SIZE - 1) * status
             everyones = everyone(stats.last.wire - beside)
             if step == 0:
@@ -467,14 +469,14 @@ def rescaling_goes_by_the_rates_of_the_parameter_groups():
     base = torch.optim.SGD(groups)
     compressor = hvc.Compression.dore(model, block=32, rescale=True, optimizer=base)
     optimizer = hvd.DistributedOptimizer(base, named_parameters=model.named_parameters(), compression=compressor)
-    assert [set(layout.names) for layout in compressor._layouts] == [{"weights.3"}, {"weights.2", "weights.0"}]
-    simulations = [Simulation(compressor.method, [layout], SIZE) for layout in compressor._layouts]
+    assert [set(layout.names) for layout in compressor.binding.layouts] == [{"weights.3"}, {"weights.2", "weights.0"}]
+    simulations = [Simulation(compressor.method, [layout], SIZE) for layout in compressor.binding.layouts]
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for step in range(5):
         by_rank = [given_grads(step, rank) for rank in range(SIZE)]
-        got = flattened(compressor._layouts, reduce(model, optimizer, by_rank[RANK]))
+        got = flattened(compressor.binding.layouts, reduce(model, optimizer, by_rank[RANK]))
         for number, (simulation, first) in enumerate(zip(simulations, (0.25, 0.5))):
-            flat = [[flattened(compressor._layouts, grads)[number]] for grads in by_rank]
+            flat = [[flattened(compressor.binding.layouts, grads)[number]] for grads in by_rank]
             same_bits([got[number]], simulation.step(flat, first * 0.5**step), f"step {step}, bucket {number}")
         schedule.step()
 
@@ -651,15 +653,15 @@ def rescaling_goes_by_the_optimizer_that_is_used_after_its_state_was_loaded():
     base = torch.optim.SGD(model.parameters(), lr=0.5)
     compressor = hvc.Compression.dore(model, block=32, rescale=True, optimizer=base)
     optimizer = hvd.DistributedOptimizer(base, named_parameters=model.named_parameters(), compression=compressor)
-    simulation = Simulation(compressor.method, compressor._layouts, SIZE)
+    simulation = Simulation(compressor.method, compressor.binding.layouts, SIZE)
     for step, lr in enumerate((0.5, 0.5, 0.125, 0.125)):
         if step == 2:
             state = optimizer.state_dict()
             state["param_groups"][0]["lr"] = lr
             optimizer.load_state_dict(state)
         by_rank = [given_grads(step, rank) for rank in range(SIZE)]
-        got = flattened(compressor._layouts, reduce(model, optimizer, by_rank[RANK]))
-        same_bits(got, simulation.step([flattened(compressor._layouts, grads) for grads in by_rank], lr), f"step {step}")
+        got = flattened(compressor.binding.layouts, reduce(model, optimizer, by_rank[RANK]))
+        same_bits(got, simulation.step([flattened(compressor.binding.layouts, grads) for grads in by_rank], lr), f"step {step}")
 
 
 @check_of_two
@@ -736,7 +738,7 @@ def a_memory_is_given_back_as_it_was_before_the_first_step():
     assert compressor.state_dict() == {}
     with pytest.raises(CompressionError, match="no memory of a compressor"):
         compressor.load_state_dict({"model": 1})
-    layouts = compressor._layouts
+    layouts = compressor.binding.layouts
     saved = Simulation(compressor.method, layouts, 1).sessions[0].state_dict()
     compressor.load_state_dict(saved)
     assert all(isinstance(array, torch.Tensor) for array in compressor.state_dict()["arrays"].values())

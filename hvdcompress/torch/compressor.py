@@ -1,52 +1,31 @@
-"""PyTorch: compressors for the `compression=` argument of Horovod's `DistributedOptimizer`.
-
-import horovod.torch as hvd
-import hvdcompress.torch as hvc
-
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
-                                     compression=hvc.Compression.dore(model))
-"""
+"""The object that Horovod is given as `compression=`."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
-from . import settings, traffic
-from .core import AllGather, Array, Group, Layout, Reducer
-from .drivers import blocking
-from .drivers.torch import Handle, Transport
-from .errors import CompressionError, MismatchError, PayloadError
-from .reducers import make, methods
-from .session import STATUS_BYTES, Session, Stats
-
-__all__ = ["Compression", "CompressionError", "Compressor", "MismatchError", "PayloadError"]
+from .. import settings, traffic
+from ..core import AllGather, Array, Group, Reducer
+from ..drivers import blocking
+from ..drivers.torch import Handle, Transport
+from ..errors import CompressionError
+from ..session import STATUS_BYTES, Session, Stats, check_memory
+from .binding import Binding, Bound, Parameters, UnboundError
 
 HANDSHAKE_SECONDS = 20.0  # where HVDCOMPRESS_HANDSHAKE_SECONDS is not set
 
-Parameters = Union[torch.nn.Module, Iterable[tuple[str, torch.nn.Parameter]]]
-
 _instances: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of compressors in use, by process set
-
-
-class _Tensor(NamedTuple):
-    """A bound parameter, and where its gradient goes: a bucket, or None for dense."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    bucket: int | None
-
 
 REFUSED = object()  # the context of a gradient that belongs to no parameter: its step fails on every rank
 
@@ -54,7 +33,7 @@ REFUSED = object()  # the context of a gradient that belongs to no parameter: it
 class _Context(NamedTuple):
     """What `decompress` must know of a gradient."""
 
-    tensor: _Tensor
+    bound: Bound
     dtype: torch.dtype
     device: torch.device
 
@@ -108,8 +87,8 @@ class Compressor:
         self._set = process_set or hvd.global_process_set
         self._seed, self._unbound, self._optimizer = seed, unbound, optimizer
         self._patience = settings.number("HVDCOMPRESS_HANDSHAKE_SECONDS", HANDSHAKE_SECONDS)
-        self._tensors, self._layouts = self._bind(_trained(parameters), bucket_mb, dense_below)
-        self._flat = [np.zeros(layout.size, np.float32) for layout in self._layouts]
+        self.binding = Binding(parameters, method.whole_model, bucket_mb, dense_below, optimizer)
+        self._flat = [np.zeros(layout.size, np.float32) for layout in self.binding.layouts]
         self._transport: Transport | None = None
         self._session: Session | None = None
         self._greeting: Handle | None = None
@@ -126,21 +105,23 @@ class Compressor:
         if self._ended:
             self._begin_step()
         try:
-            index = self._index_of(tensor)
+            number = self.binding.find(tensor, self._arrived, self._order)
         except CompressionError as error:
-            if self._unbound == "dense" and not isinstance(error, _Refused):
+            if self._unbound == "dense" and isinstance(error, UnboundError):
                 return tensor, None
             self._connect(error)
             return self._token(), REFUSED
         session = self._connect()
-        self._arrived[index] = None
-        bound = self._tensors[index]
+        if number in self._arrived:  # a backward pass was given up: the gradients come anew
+            self._restart(session)
+        self._arrived[number] = None
+        bound = self.binding.bounds[number]
         handed = self._take(bound, tensor, session)
         if bound.bucket is not None:
             self._missing[bound.bucket] -= 1
             if not self._missing[bound.bucket] and self._greeting is None:
                 self._start(bound.bucket, session)
-        if len(self._arrived) == len(self._tensors) and self._greeting is None:
+        if len(self._arrived) == len(self.binding.bounds) and self._greeting is None:
             self._status = self._transport_in_use.submit(AllGather(session.record()), "status")
         return handed, _Context(bound, tensor.dtype, tensor.device)
 
@@ -164,7 +145,7 @@ class Compressor:
             return torch.full(shape, float("nan"), dtype=dtype, device=device)
         if bound.bucket is None:
             return tensor[:-2].to(dtype, copy=True).view(shape)
-        mean = self._means[bound.bucket][self._layouts[bound.bucket].slices[bound.name]]
+        mean = self._means[bound.bucket][self.binding.layouts[bound.bucket].slices[bound.name]]
         return torch.tensor(mean).mul_(factor).to(device, dtype).view(shape)
 
     # What a user sees
@@ -181,8 +162,8 @@ class Compressor:
         if self._session is None:
             return 0.0
         group, metrics = self._session.group, self._session.metrics
-        methods_part = sum(self.method.wire_bytes(layout, group, metrics) for layout in self._layouts)
-        beside = sum(self._handed_bytes(bound) for bound in self._tensors)
+        methods_part = sum(self.method.wire_bytes(layout, group, metrics) for layout in self.binding.layouts)
+        beside = sum(self._handed_bytes(bound) for bound in self.binding.bounds)
         return methods_part + traffic.allreduced(beside, group.size).wire + (group.size - 1) * STATUS_BYTES
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,98 +177,33 @@ class Compressor:
         """Takes up a memory from `state_dict`. Before the first step it is kept until the ranks have met.
 
         Raises:
-            CompressionError: it is of another method, model, rank or number of ranks.
+            CompressionError: it is of another method, model, rank or number of ranks; before the first step, in that step.
         """
         if not state:
             return
-        arrays = {name: torch.as_tensor(array).cpu().numpy() for name, array in state.get("arrays", {}).items()}
-        loaded = {**state, "arrays": arrays} if "arrays" in state else state
-        if self._session is None and "arrays" in state:
-            self._to_load = loaded
+        check_memory(state)
+        arrays = {name: torch.as_tensor(array).cpu().numpy() for name, array in state["arrays"].items()}
+        if self._session is None:
+            self._to_load = {**state, "arrays": arrays}
         else:
-            (self._session or Session(self.method, self._layouts, Group(0, 1))).load_state_dict(loaded)
-
-    # Binding
-
-    def _bind(
-        self, named: list[tuple[str, torch.nn.Parameter]], bucket_mb: float, dense_below: int
-    ) -> tuple[list[_Tensor], list[Layout]]:
-        tensors: list[_Tensor] = []
-        members: list[list[tuple[str, torch.Size]]] = []
-        room, last_group = 0.0, None
-        for name, parameter in reversed(named):
-            if parameter.is_complex():
-                raise ValueError(f"parameter {name!r} is complex, which compression does not support")
-            if not self.method.whole_model and (parameter.dim() < 2 or parameter.numel() < dense_below):
-                tensors.append(_Tensor(name, parameter, None))
-                continue
-            group = self._lr_group(parameter)
-            if not members or (not self.method.whole_model and (room <= 0 or group is not last_group)):
-                members.append([])
-                room = bucket_mb * 2**20
-            members[-1].append((name, parameter.shape))
-            room, last_group = room - 4 * parameter.numel(), group
-            tensors.append(_Tensor(name, parameter, len(members) - 1))
-        return tensors, [Layout.of(bucket, number) for number, bucket in enumerate(members)]
-
-    def _lr_group(self, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
-        for group in self._optimizer.param_groups if self._optimizer else ():
-            if any(parameter is member for member in group["params"]):
-                return group
-        return None
-
-    def _index_of(self, tensor: torch.Tensor) -> int:
-        """Which parameter's gradient this is. Horovod gives no name, and a gradient's address changes every step."""
-        place = len(self._arrived)
-        if place < len(self._order) and self._tensors[self._order[place]].parameter.grad is tensor:
-            return self._checked(self._order[place])  # as in the last step
-        for index, bound in enumerate(self._tensors):
-            if bound.parameter.grad is tensor:
-                return self._checked(index)
-            if bound.parameter is tensor:
-                raise _Refused(
-                    "op=hvd.Adasum is not supported: it combines parameters, not gradients; use hvd.Average or hvd.Sum"
-                )
-        return self._checked(self._index_of_densified(tensor))
-
-    def _index_of_densified(self, tensor: torch.Tensor) -> int:
-        """The same for a sparse gradient of which Horovod made a dense copy, as `sparse_as_dense` asks."""
-        sparse = [
-            index
-            for index, bound in enumerate(self._tensors)
-            if index not in self._arrived
-            and (grad := bound.parameter.grad) is not None
-            and grad.is_sparse
-            and grad.shape == tensor.shape
-        ]
-        if len(sparse) > 1:  # two embeddings of one shape: only their content tells them apart
-            sparse = [i for i in sparse if torch.equal(self._tensors[i].parameter.grad.to_dense(), tensor)]  # type: ignore[union-attr]
-        if not sparse:
-            raise CompressionError(
-                f"a gradient of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} belongs to none of the "
-                f"{len(self._tensors)} parameters that the compressor was given: give it the whole model, all of whose "
-                "trained parameters require a gradient by then, or unbound='dense'"
-            )
-        return sparse[0]
-
-    def _checked(self, index: int) -> int:
-        if index in self._arrived and self._session is not None:  # a backward pass was given up: the gradients come anew
-            for handle in (*self._pending.values(), *([self._status] if self._status else ())):
-                self._transport_in_use.wait(handle)
-            self._session.restart()
-            self._begin_step()
-        return index
+            self._session.load_state_dict({**state, "arrays": arrays})
 
     # A step
 
     def _begin_step(self) -> None:
         self._arrived: dict[int, None] = {}  # numbers of tensors, in order
-        self._missing = [len(layout.names) for layout in self._layouts]
+        self._missing = [len(layout.names) for layout in self.binding.layouts]
         self._pending: dict[int, Handle] = {}
         self._status = None
         self._means: list[Array] | None = None
         self._failure: Exception | None = None
         self._ended = False
+
+    def _restart(self, session: Session) -> None:
+        for handle in (*self._pending.values(), *([self._status] if self._status else ())):
+            self._transport_in_use.wait(handle)
+        session.restart()
+        self._begin_step()
 
     def _connect(self, error: CompressionError | None = None) -> Session:
         """The session; the first call makes it, and meets the other ranks.
@@ -297,7 +213,7 @@ class Compressor:
         """
         if self._session is None:
             group = Group(self._set.rank(), self._set.size(), self._seed)
-            session = Session(self.method, self._layouts, group, self._facts())
+            session = Session(self.method, self.binding.layouts, group, {"unbound": self._unbound, **self.binding.facts()})
             try:
                 if self._to_load is not None:
                     session.load_state_dict(self._to_load)
@@ -345,7 +261,7 @@ class Compressor:
                 )
         return None
 
-    def _take(self, bound: _Tensor, tensor: torch.Tensor, session: Session) -> torch.Tensor:
+    def _take(self, bound: Bound, tensor: torch.Tensor, session: Session) -> torch.Tensor:
         """Puts a gradient into its bucket, or beside a token; returns what Horovod is to allreduce."""
         size = session.group.size
         handed = self._token()
@@ -355,14 +271,14 @@ class Compressor:
             session.check_finite(bool(torch.isfinite(tensor).all()))
             handed = torch.cat([tensor.detach().reshape(-1).to(wide), handed.to(tensor.device, wide)])
         else:
-            where = self._layouts[bound.bucket].slices[bound.name]
+            where = self.binding.layouts[bound.bucket].slices[bound.name]
             torch.from_numpy(self._flat[bound.bucket])[where].copy_(tensor.detach().reshape(-1))
         session.count(traffic.allreduced(self._handed_bytes(bound), size))
         if bound.bucket is None:
             session.count(traffic.Traffic(paper=2 * tensor.numel() * handed.element_size()))
         return handed
 
-    def _handed_bytes(self, bound: _Tensor) -> int:
+    def _handed_bytes(self, bound: Bound) -> int:
         """What Horovod allreduces for a tensor: the token, beside the tensor itself if that travels dense."""
         elements = 0 if bound.bucket is not None else bound.parameter.numel()
         return (elements + 2) * (8 if bound.bucket is None and bound.parameter.dtype == torch.float64 else 4)
@@ -372,8 +288,7 @@ class Compressor:
         if self._optimizer is not None:
             # The wrapped optimizer is another object than the one that was given, and its groups may have been replaced.
             self._optimizer = _calling_optimizer(self) or self._optimizer
-            group = self._lr_group(next(bound.parameter for bound in self._tensors if bound.bucket == bucket))
-            lr = float(group["lr"]) if group else None
+            lr = self.binding.learning_rate(bucket, self._optimizer)
         request = session.start(bucket, self._flat[bucket], lr)
         self._pending[bucket] = self._transport_in_use.submit(request, blocking.name(bucket, 0))
 
@@ -393,21 +308,10 @@ class Compressor:
         if self._greeting is not None:
             greeting, self._greeting = self._greeting, None
             session.check_handshake(transport.wait(greeting))
-        lost = [bound for index, bound in enumerate(self._tensors) if index not in self._arrived]
-        if lost:
-            gradient = lost[0].parameter.grad
-            way_out = (
-                "its gradient is sparse: give DistributedOptimizer sparse_as_dense=True, or the layer sparse=False"
-                if gradient is not None and gradient.is_sparse
-                else "give the compressor only what the optimizer trains"
-            )
-            session.fail(
-                CompressionError(
-                    f"parameter {lost[0].name!r} was given to the compressor but no gradient of it came ({len(lost)} of "
-                    f"{len(self._tensors)} are missing): {way_out}"
-                )
-            )
-        for bucket in range(len(self._layouts)):
+        missing = self.binding.missing(self._arrived)
+        if missing is not None:
+            session.fail(missing)
+        for bucket in range(len(self._flat)):
             if bucket not in self._pending:
                 self._start(bucket, session)
         if self._status is None:
@@ -432,33 +336,6 @@ class Compressor:
             )
         return float(round(factor)) if abs(factor - round(factor)) < 1e-5 * factor else factor
 
-    def _facts(self) -> dict[str, str]:
-        return {"unbound": self._unbound} | {
-            f"tensor {t.name}": f"{str(t.parameter.dtype).removeprefix('torch.')}{list(t.parameter.shape)}, "
-            + ("dense" if t.bucket is None else f"in bucket {t.bucket}")
-            for t in self._tensors
-        }
-
-
-def _trained(parameters: Parameters) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that require a gradient, each once, by names of their own."""
-    pairs = list(parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
-            raise ValueError("give the compressor a model, or its named_parameters(): pairs of name and parameter")
-    trained: list[tuple[str, torch.nn.Parameter]] = []
-    seen: set[int] = set()
-    for name, parameter in pairs:
-        if parameter.requires_grad and id(parameter) not in seen:
-            seen.add(id(parameter))
-            trained.append((name, parameter))
-    (name, times), *_ = [*Counter(name for name, _ in trained).most_common(1), ("", 1)]
-    if times > 1:
-        raise ValueError(f"{times} parameters have the name {name!r}: names must be unique")
-    if not trained:
-        raise ValueError("there is no parameter that requires a gradient")
-    return trained
-
 
 def _calling_optimizer(compressor: Compressor) -> torch.optim.Optimizer | None:
     """Horovod's optimizer, which is on the stack when it calls `compress` or `decompress`, and is handed over nowhere."""
@@ -469,43 +346,3 @@ def _calling_optimizer(compressor: Compressor) -> torch.optim.Optimizer | None:
             return caller
         frame = frame.f_back
     return None
-
-
-class _Refused(CompressionError):
-    """An input that is not a matter of binding."""
-
-
-class _Methods(type):
-    """Offers every method of the registry as `Compression.<name>(parameters, **options)`."""
-
-    def __getattr__(cls, name: str) -> Callable[..., Compressor]:
-        if name not in methods:
-            raise AttributeError(f"there is no compression {name!r}; there are {', '.join(['none', 'fp16', *sorted(methods)])}")
-
-        adapter = inspect.signature(Compressor).parameters
-
-        def compression(parameters: Parameters, **options: Any) -> Compressor:
-            own = {key: options.pop(key) for key in list(options) if key in adapter}
-            return Compressor(parameters, make(name, **options), **own)
-
-        compression.__name__ = name
-        compression.__doc__ = f"A `Compressor` with this method; its options may be given too.\n\n{methods[name].__doc__}"
-        first = adapter["parameters"]
-        options = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(methods[name]).parameters.values()]
-        further = [p for p in adapter.values() if p.kind is p.KEYWORD_ONLY]
-        compression.__signature__ = inspect.Signature([first, *options, *further])  # type: ignore[attr-defined]
-        return compression
-
-    def __dir__(cls) -> list[str]:
-        return ["none", "fp16", *sorted(methods)]
-
-
-class Compression(metaclass=_Methods):
-    """What may be given as `compression=`: `none` and `fp16` are Horovod's own, the others are this project's methods.
-
-    `Compression.dore(model, block=64, scales="byte")`: the first argument is the model or its named parameters; options
-    of the method and of `Compressor` follow by name.
-    """
-
-    none = hvd.Compression.none
-    fp16 = hvd.Compression.fp16

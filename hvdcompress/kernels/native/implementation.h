@@ -347,23 +347,27 @@ inline void fetch(const float* cells, std::size_t tile) {
 
 inline void add_signed(float* __restrict out, const float* __restrict x, bool negative, std::size_t n) {
     if (negative) {
-        for (std::size_t i = 0; i < n; ++i) out[i] -= flush(x[i]);
+        for (std::size_t i = 0; i < n; ++i) out[i] -= x[i];
     } else {
-        for (std::size_t i = 0; i < n; ++i) out[i] += flush(x[i]);
+        for (std::size_t i = 0; i < n; ++i) out[i] += x[i];
     }
 }
 
 void sketch_accumulate(const float* x, std::size_t n, std::size_t start, float* table, std::size_t rows, std::size_t slots,
                        std::size_t tile, const std::uint64_t* keys) {
+    constexpr std::size_t kPart = 256;
+    alignas(64) float part[kPart];  // of x, flushed once for all rows
     for (std::size_t at = 0; at < n;) {
-        const std::size_t place = (start + at) & (tile - 1), size = smaller(tile - place, n - at), number = (start + at) / tile;
+        const std::size_t place = (start + at) & (tile - 1), number = (start + at) / tile;
+        const std::size_t size = smaller(smaller(tile - place, n - at), kPart);
+        for (std::size_t i = 0; i < size; ++i) part[i] = flush(x[at + i]);
         for (std::size_t r = 0; r < rows; ++r) {
             float* row = table + r * slots * tile;
             const Cells cells = cells_of(keys[r], number, slots, tile);
-            fetch(row + cells_of(keys[r], number + 1, slots, tile).slot, tile);
+            fetch(row + cells_of(keys[r], number + 1, slots, tile).slot, smaller(tile, kPart));
             const std::size_t from = (place + cells.rotation) & (tile - 1), before_end = smaller(size, tile - from);
-            add_signed(row + cells.slot + from, x + at, cells.negative, before_end);
-            add_signed(row + cells.slot, x + at + before_end, cells.negative, size - before_end);
+            add_signed(row + cells.slot + from, part, cells.negative, before_end);
+            add_signed(row + cells.slot, part + before_end, cells.negative, size - before_end);
         }
         at += size;
     }

@@ -36,6 +36,7 @@ from .core import (
     Outcome,
     Reducer,
     Reduction,
+    Stage,
     State,
     Step,
 )
@@ -105,6 +106,7 @@ class Session:
         self.reducer, self.layouts, self.group = reducer, list(layouts), group
         self.states: list[State] = [reducer.init(layout, group) for layout in self.layouts]
         self.facts = {**_facts(reducer, self.layouts, group), **(facts or {})}
+        self._facts_digest = hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
         self.committed = 0  # steps, and the number of the step that is going on
         self.abandoned = 0  # steps
         self.last, self.total = traffic.Traffic(), traffic.Traffic()
@@ -166,7 +168,7 @@ class Session:
             CompressionError: a rank failed before it could agree.
         """
         self._failure = None
-        texts = [record.text for record in self._read(records)]
+        texts = [record.text for record in self._read(records, first=True)]
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 difference = _difference(json.loads(texts[0]), json.loads(text))
@@ -212,7 +214,7 @@ class Session:
     def agree(self, records: Sequence[Bytes]) -> bool:
         """Reads every rank's record: does the step go on? If not, replies that are under way must still be awaited."""
         try:
-            self._verdict = all(record.status == OK for record in self._read(records))
+            self._verdict = all(record.status == OK for record in self._read(records, first=False))
         except CompressionError as error:
             self._verdict = error
         return self._verdict is True
@@ -276,7 +278,7 @@ class Session:
         run.request = request
         return request
 
-    def _substitute(self, bucket: int, stage: Any) -> Collective:
+    def _substitute(self, bucket: int, stage: Stage) -> Collective:
         """A collective that keeps the peers from waiting when this rank has nothing to give, and tells them."""
         if stage.kind is AllReduce:
             self._unreported = self._failure  # floats cannot carry the message
@@ -288,10 +290,10 @@ class Session:
         if self._failure is not None:
             status, text, self._unreported = ERROR, _message(self._failure), None
         rates = {bucket: run.lr for bucket, run in sorted(self._runs.items()) if run.lr is not None}
-        digest = hashlib.sha256(json.dumps([self.facts, rates, self._restarts]).encode()).digest()[:8]
+        digest = hashlib.sha256(json.dumps([self._facts_digest, rates, self._restarts]).encode()).digest()[:8]
         return Record(status, self.committed, digest, text).pack()
 
-    def _read(self, buffers: Sequence[Bytes]) -> list[Record]:
+    def _read(self, buffers: Sequence[Bytes], first: bool) -> list[Record]:
         own = buffers[self.group.rank]
         self._sent += traffic.exchanged(AllGather(own), list(buffers), self.group.rank, self.group.size)
         records = [Record.unpack(buffer, rank) for rank, buffer in enumerate(buffers)]
@@ -299,12 +301,15 @@ class Session:
         if failures:
             raise CompressionError("; ".join(failures))
         for rank, record in enumerate(records):
+            if bool(record.text) != first:
+                where = "before its first step" if record.text else "in the middle of its training"
+                raise MismatchError(f"rank {rank} is {where} and rank {self.group.rank} is not: begin anew on every rank")
             if record.step != records[0].step:
                 raise MismatchError(
                     f"rank {rank} has finished {record.step} steps and rank 0 {records[0].step}: a rank has lost a step after "
                     "an error, or has not loaded its memory; go on from a checkpoint, on every rank"
                 )
-            if record.digest != records[0].digest and not record.text:
+            if record.digest != records[0].digest and not first:
                 raise MismatchError(
                     f"ranks 0 and {rank} no longer agree: on the options, the tensors, the learning rate, or on how often a "
                     "backward pass was given up"
@@ -312,9 +317,12 @@ class Session:
         return records
 
     def _averaged(self, metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        sizes = [max(1, layout.size) for layout in self.layouts]
-        names = metrics[0] if metrics else ()
-        return {name: sum(m[name] * n for m, n in zip(metrics, sizes)) / sum(sizes) for name in names}
+        """The means over the buckets that have a figure, by their sizes."""
+        averages: dict[str, float] = {}
+        for name in {name: None for of_bucket in metrics for name in of_bucket}:
+            have = [(m[name], max(1, layout.size)) for m, layout in zip(metrics, self.layouts) if name in m]
+            averages[name] = sum(value * size for value, size in have) / sum(size for _, size in have)
+        return averages
 
 
 def check_memory(state: Mapping[str, Any]) -> None:
@@ -326,7 +334,7 @@ def check_memory(state: Mapping[str, Any]) -> None:
 class _Run:
     """A bucket's reduction in the step that is going on."""
 
-    def __init__(self, reduction: Reduction, stages: Sequence[Any], lr: float | None):
+    def __init__(self, reduction: Reduction, stages: Sequence[Stage], lr: float | None):
         self.reduction, self.stages, self.lr = reduction, stages, lr
         self.stage = -1
         self.request: Any = None

@@ -193,3 +193,27 @@ def test_what_is_asked_for_is_one_of_three_collectives() -> None:
     asked: list = []
     Simulation(Dense(), LAYOUTS, 2, tamper=lambda bucket, stage, requests: asked.extend(requests)).step(grads(0, 2))
     assert all(isinstance(request, (AllReduce, AllGather)) for request in asked) and len(asked) == 4
+
+
+def test_buckets_with_and_without_figures_are_averaged_together() -> None:
+    """A bucket that is averaged dense has none."""
+    layouts = [Layout.of([("small", (3, 3))], 0), Layout.of([("large", (100, 100))], 1)]
+    simulation = Simulation(Dore(), layouts, 16)
+    rng = np.random.default_rng(0)
+    given = [[rng.normal(size=layout.size).astype(np.float32) for layout in layouts] for _ in range(16)]
+    for _ in range(2):
+        assert simulation.step(given) is not None
+    session = simulation.sessions[0]
+    assert not session.states[0].arrays
+    assert session.states[1].arrays
+    assert 0 < session.metrics["uplink_density"] < 1
+
+
+def test_a_rank_that_begins_while_another_is_training_is_told_so() -> None:
+    old, new = (Session(Dore(), LAYOUTS, Group(rank, 2)) for rank in range(2))
+    records = [old.record(), new.handshake()]
+    with pytest.raises(MismatchError, match="rank 0 is in the middle of its training and rank 1 is not"):
+        new.check_handshake(records)
+    assert not old.agree(records)
+    with pytest.raises(MismatchError, match="rank 1 is before its first step and rank 0 is not"):
+        old.finish()

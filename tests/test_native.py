@@ -148,7 +148,7 @@ def test_arrays_of_another_kind_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("NaN", "inf")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sketches(kind: str) -> None:
     for n in [*range(0, 301, 7), 4097, 65_537]:
         x, start = vector(kind, n), (n * 37) % 1000
@@ -161,8 +161,8 @@ def test_sketches(kind: str) -> None:
                 where = f"{configuration}: {kind}, {n} elements, {rows} rows, tile {tile}"
                 got = np.zeros_like(table)
                 native.sketch_accumulate(x, start, got, tile, keys)
-                same_bytes(got, table, where)
-                same_bytes(native.sketch_estimate(n, start, table, tile, keys), estimates, where)
+                same_where_finite(got, table, where)
+                same_where_finite(native.sketch_estimate(n, start, table, tile, keys), estimates, where)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -176,7 +176,10 @@ def sketch_accumulate(x: Array, start: int, table: Array, tile: int, keys: Seque
 
 
 def sketch_estimate(n: int, start: int, table: Array, tile: int, keys: Sequence[int]) -> Array:
-    """float32[n]: what a sketch holds of elements start ... start + n: the median over its rows, an odd number."""
+    """float32[n]: what a sketch holds of elements start ... start + n: the median over its rows, an odd number.
+
+    It is NaN where a row is.
+    """
     estimates = np.empty(n, np.float32)
     for part in _chunks(n):
         size = min(part.stop, n) - part.start
@@ -185,7 +188,8 @@ def sketch_estimate(n: int, start: int, table: Array, tile: int, keys: Sequence[
             cells, negative = _cells(start + part.start, size, row.size, tile, key)
             out[:] = row[cells]
             np.negative(out, out=out, where=negative)
-        estimates[part] = np.sort(_flush(rows), axis=0)[len(keys) // 2]
+        median = np.sort(_flush(rows), axis=0)[len(keys) // 2]
+        estimates[part] = np.where(np.isnan(rows).any(axis=0), np.float32(np.nan), median)
     return estimates
 
 

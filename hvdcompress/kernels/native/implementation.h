@@ -346,10 +346,21 @@ inline void fetch(const float* cells, std::size_t tile) {
 }
 
 inline void add_signed(float* __restrict out, const float* __restrict x, bool negative, std::size_t n) {
+    std::size_t i = 0;
+#if defined(__AVX512F__)
+    // Runs of any length, thousands a millisecond: the last vector is masked and not done one by one.
+    const __m512i sign = _mm512_set1_epi32(negative ? static_cast<int>(0x80000000u) : 0);
+    for (; i < n; i += 16) {
+        const __mmask16 live = n - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (n - i)) - 1);
+        const __m512i signed_x = _mm512_xor_si512(_mm512_maskz_loadu_epi32(live, x + i), sign);
+        const __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(live, out + i), _mm512_castsi512_ps(signed_x));
+        _mm512_mask_storeu_ps(out + i, live, sum);
+    }
+#endif
     if (negative) {
-        for (std::size_t i = 0; i < n; ++i) out[i] -= x[i];
+        for (; i < n; ++i) out[i] -= x[i];
     } else {
-        for (std::size_t i = 0; i < n; ++i) out[i] += x[i];
+        for (; i < n; ++i) out[i] += x[i];
     }
 }
 
@@ -375,7 +386,17 @@ void sketch_accumulate(const float* x, std::size_t n, std::size_t start, float* 
 
 inline void copy_signed(float* __restrict out, const float* __restrict x, bool negative, std::size_t n) {
     const std::uint32_t sign = negative ? 0x80000000u : 0u;
-    for (std::size_t i = 0; i < n; ++i) {
+    std::size_t i = 0;
+#if defined(__AVX512F__)
+    const __m512i exponent = _mm512_set1_epi32(kExponent), signs = _mm512_set1_epi32(static_cast<int>(sign));
+    for (; i < n; i += 16) {
+        const __mmask16 live = n - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (n - i)) - 1);
+        const __m512i bits = _mm512_maskz_loadu_epi32(live, x + i);
+        const __m512i flushed = _mm512_maskz_xor_epi32(_mm512_test_epi32_mask(bits, exponent), bits, signs);
+        _mm512_mask_storeu_epi32(out + i, live, flushed);
+    }
+#endif
+    for (; i < n; ++i) {
         const std::uint32_t bits = bits_of(x[i]);
         out[i] = float_of(bits & kExponent ? bits ^ sign : 0u);
     }
@@ -392,19 +413,29 @@ inline void order(float* __restrict a, float* __restrict b, std::size_t n) {
 inline float least(float a, float b) { return b < a ? b : a; }
 inline float most(float a, float b) { return b < a ? a : b; }
 
+inline float or_nan(bool broken, float x) { return broken ? float_of(0x7fc00000u) : x; }
+
+// NaN where a row is NaN.
 inline void medians(float* __restrict out, float* rows, std::size_t count, std::size_t stride, std::size_t n) {
     const float *a = rows, *b = rows + stride, *c = rows + 2 * stride, *d = rows + 3 * stride, *e = rows + 4 * stride;
     if (count == 3) {
-        for (std::size_t i = 0; i < n; ++i) out[i] = most(least(a[i], b[i]), least(most(a[i], b[i]), c[i]));
+        for (std::size_t i = 0; i < n; ++i) {
+            const bool broken = (a[i] != a[i]) | (b[i] != b[i]) | (c[i] != c[i]);
+            out[i] = or_nan(broken, most(least(a[i], b[i]), least(most(a[i], b[i]), c[i])));
+        }
     } else if (count == 5) {
         for (std::size_t i = 0; i < n; ++i) {  // without the least and the largest of four, three are left
+            const bool broken = (a[i] != a[i]) | (b[i] != b[i]) | (c[i] != c[i]) | (d[i] != d[i]) | (e[i] != e[i]);
             const float low = most(least(a[i], b[i]), least(d[i], e[i])), high = least(most(a[i], b[i]), most(d[i], e[i]));
-            out[i] = most(least(low, high), least(most(low, high), c[i]));
+            out[i] = or_nan(broken, most(least(low, high), least(most(low, high), c[i])));
         }
     } else {
+        for (std::size_t i = 0; i < n; ++i) out[i] = 0;
+        for (std::size_t r = 0; r < count; ++r)
+            for (std::size_t i = 0; i < n; ++i) out[i] = or_nan(rows[r * stride + i] != rows[r * stride + i], out[i]);
         for (std::size_t pass = 0; pass < count; ++pass)
             for (std::size_t r = pass % 2; r + 1 < count; r += 2) order(rows + r * stride, rows + (r + 1) * stride, n);
-        __builtin_memcpy(out, rows + count / 2 * stride, 4 * n);
+        for (std::size_t i = 0; i < n; ++i) out[i] = or_nan(out[i] != out[i], rows[count / 2 * stride + i]);
     }
 }
 

@@ -96,7 +96,8 @@ def main() -> None:
             step += 1
         test = accuracy(model, splits.test)
         if hvd.rank() == 0:
-            left = f", {compression.stats().last.ratio:.1%} of the dense bytes" if compression else ""
+            ratio = compression.stats().last.ratio if compression else None  # None where there was no one to send to
+            left = f", {ratio:.1%} of the dense bytes" if ratio is not None else ""
             print(f"epoch {epoch + 1}: loss {loss.item():.3f}, test accuracy {test:.2%}{left}", flush=True)
         if step == args.max_steps:
             break

@@ -27,6 +27,13 @@ def test_digits_are_learned_with_every_compression() -> None:
         assert len(accuracies) == 6 and accuracies[-1] > 85, done.stdout
 
 
+def test_one_rank_alone() -> None:
+    done = mpirun(1, EXAMPLES / "pytorch_fashion_mnist.py", "--data", "digits", "--epochs", "1", timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert "test accuracy" in done.stdout, done.stdout
+    assert "dense bytes" not in done.stdout, done.stdout
+
+
 def test_fashion_mnist_for_some_steps() -> None:
     if not datasets.FASHION_MNIST.is_dir():
         pytest.skip("Debian's dataset-fashion-mnist is not installed")

@@ -155,13 +155,19 @@ inline float read_scale(const std::uint8_t* heads, const std::uint8_t* scales, s
     return flush(float_of(bits));
 }
 
-// max|x|, zero where it is subnormal, NaN where an element is not finite. As integers, magnitudes are in order.
-inline float maximum(const float* x, std::size_t n) {
+// max|x| as an integer; magnitudes are in the same order, NaN above infinity above all others.
+inline std::uint32_t largest(const float* x, std::size_t n) {
     std::uint32_t top = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t bits = bits_of(x[i]) & kMagnitude;
         top = bits > top ? bits : top;
     }
+    return top;
+}
+
+// max|x|, zero where it is subnormal, NaN where an element is not finite.
+inline float maximum(const float* x, std::size_t n) {
+    const std::uint32_t top = largest(x, n);
     return top >= kExponent ? float_of(0x7fc00000u) : top < kTiny ? 0.0f : float_of(top);
 }
 
@@ -462,12 +468,7 @@ std::size_t at_least(const float* x, std::size_t n, std::uint32_t least, std::ui
     std::size_t found = 0;
     for (std::size_t at = 0; at < n; at += kStride) {
         const std::size_t size = smaller(kStride, n - at);
-        std::uint32_t top = 0;
-        for (std::size_t i = 0; i < size; ++i) {
-            const std::uint32_t bits = bits_of(x[at + i]) & kMagnitude;
-            top = bits > top ? bits : top;
-        }
-        if (top < least) continue;
+        if (largest(x + at, size) < least) continue;
         for (std::size_t i = 0; i < size; ++i) {
             std::uint32_t bits = bits_of(x[at + i]) & kMagnitude;
             bits = bits < kTiny ? 0 : bits;
@@ -496,14 +497,7 @@ void divide(float* out, const float* x, float divisor, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) out[i] = flush(flush(x[i]) / divisor);
 }
 
-bool all_finite(const float* x, std::size_t n) {
-    std::uint32_t top = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-        const std::uint32_t bits = bits_of(x[i]) & kMagnitude;
-        top = bits > top ? bits : top;
-    }
-    return top < kExponent;
-}
+bool all_finite(const float* x, std::size_t n) { return largest(x, n) < kExponent; }
 
 constexpr std::size_t kLanes = 16;  // sums for figures only: in so many parts, so that they vectorise
 

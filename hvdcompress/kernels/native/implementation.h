@@ -292,6 +292,13 @@ std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std
     return nonzeros;
 }
 
+[[maybe_unused]] inline void add_one_by_one(float* out, float step, std::uint64_t mask, std::uint64_t negative) {
+    for (; mask; mask &= mask - 1) {
+        const unsigned i = static_cast<unsigned>(__builtin_ctzll(mask));
+        out[i] = flush(flush(out[i]) + ((negative >> i) & 1u ? -step : step));
+    }
+}
+
 // Adds +-step to the elements of `mask`, n <= 64 of them.
 inline void add_steps(float* out, unsigned n, float step, std::uint64_t mask, std::uint64_t negative) {
 #if defined(__AVX512F__)
@@ -307,12 +314,29 @@ inline void add_steps(float* out, unsigned n, float step, std::uint64_t mask, st
         y = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(y, exponent), y);
         _mm512_mask_storeu_epi32(out + i, live, y);
     }
+#elif defined(__AVX2__)
+    const __m256i bit = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1), exponent = _mm256_set1_epi32(kExponent);
+    const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000u));
+    auto lanes = [&](std::uint64_t bits) {
+        return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 0xff)), bit), bit);
+    };
+    auto flushed = [&](__m256i y) {
+        return _mm256_andnot_si256(_mm256_cmpeq_epi32(_mm256_and_si256(y, exponent), _mm256_setzero_si256()), y);
+    };
+    // Whole vectors are loaded, blended and stored: masked stores are slow on some processors.
+    unsigned i = 0;
+    for (; i + 8 <= n; i += 8) {
+        if (!((mask >> i) & 0xff)) continue;
+        const __m256i before = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(out + i));
+        const __m256 steps = _mm256_xor_ps(_mm256_set1_ps(step), _mm256_castsi256_ps(_mm256_and_si256(lanes(negative >> i), sign)));
+        const __m256i sum = flushed(_mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(flushed(before)), steps)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_blendv_epi8(before, sum, lanes(mask >> i)));
+    }
+    mask = i < 64 ? mask >> i << i : 0;
+    add_one_by_one(out, step, mask, negative);
 #else
     (void)n;
-    for (; mask; mask &= mask - 1) {
-        const unsigned i = static_cast<unsigned>(__builtin_ctzll(mask));
-        out[i] = flush(flush(out[i]) + ((negative >> i) & 1u ? -step : step));
-    }
+    add_one_by_one(out, step, mask, negative);
 #endif
 }
 

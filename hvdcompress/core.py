@@ -86,6 +86,21 @@ class Layout:
         return sum(math.prod(shape) for shape in self.shapes)
 
 
+class Part(NamedTuple):
+    """A run of a bucket's elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def where(self) -> slice:
+        return slice(self.start, self.stop)
+
+
 @dataclass(frozen=True)
 class Group:
     """Who takes part: this process's rank, how many there are, and the seed that all of them share."""

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from ..core import AllGather, Array, Collective
 from ..session import Session
 
+STATUS = "status"  # name of the records' allgather
+
 
 class Transport(Protocol):
     """Moves the bytes of one collective; `submit` does not block."""
@@ -23,7 +25,7 @@ class Transport(Protocol):
 
 def shake_hands(session: Session, transport: Transport) -> None:
     """Exchanges the first records; raises what `Session.check_handshake` does."""
-    session.check_handshake(transport.wait(transport.submit(AllGather(session.handshake()), "status")))
+    session.check_handshake(transport.wait(transport.submit(AllGather(session.handshake()), STATUS)))
 
 
 def wind_up(session: Session, transport: Transport, pending: dict[int, Any], status: Any) -> list[Array] | None:
@@ -53,4 +55,5 @@ def wind_up(session: Session, transport: Transport, pending: dict[int, Any], sta
 
 
 def name(bucket: int, stage: int) -> str:
+    """Name of a bucket's collective."""
     return f"{bucket}.{stage}"

@@ -63,8 +63,8 @@ class DistributedMean:
         flat = np.concatenate([np.zeros(0, np.float32), *(np.ravel(grad).astype(np.float32) for grad in grads)])
         size = session.group.size
         session.count(traffic.dense(sum(grad.nbytes for grad in grads), size))
-        pending = {0: self._transport.submit(session.start(0, flat, lr), "0.0")}
-        status = self._transport.submit(AllGather(session.record()), "status")
+        pending = {0: self._transport.submit(session.start(0, flat, lr), blocking.name(0, 0))}
+        status = self._transport.submit(AllGather(session.record()), blocking.STATUS)
         means = blocking.wind_up(session, self._transport, pending, status)
         mean = means[0] if means is not None else np.full(flat.size, np.nan, np.float32)
         slices = session.layouts[0].slices.values()

@@ -13,10 +13,24 @@ from __future__ import annotations
 import warnings
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from .. import settings
-from .numpy import TERNARY_RUN, concatenate, ternary_bytes, zeros
+from .numpy import (
+    TERNARY_RUN,
+    all_finite,
+    concatenate,
+    divide,
+    sketch_accumulate,
+    sketch_estimate,
+    sum_of_squares,
+    ternary_bytes,
+    ternary_decode_add,
+    ternary_encode,
+    ternary_noise,
+    top_k,
+    weighted_sum,
+    zeros,
+)
 from .random import derive_key
 
 __all__ = [
@@ -63,32 +77,8 @@ def _native() -> ModuleType | None:
 
 _compiled = _native()
 
-if TYPE_CHECKING or _compiled is None:
-    from .numpy import (
-        all_finite,
-        divide,
-        sketch_accumulate,
-        sketch_estimate,
-        sum_of_squares,
-        ternary_decode_add,
-        ternary_encode,
-        ternary_noise,
-        top_k,
-        weighted_sum,
-    )
-else:
-    from ._native import (
-        all_finite,
-        divide,
-        sketch_accumulate,
-        sketch_estimate,
-        sum_of_squares,
-        ternary_decode_add,
-        ternary_encode,
-        ternary_noise,
-        top_k,
-        weighted_sum,
-    )
+if _compiled is not None:
+    globals().update({name: getattr(_compiled, name) for name in __all__ if hasattr(_compiled, name)})
 
 
 def implementation() -> str:

@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from .. import frame, kernels
 from ..codecs import Codec, Ternary
-from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Reduction, Stage, State, Step
+from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Part, Reduction, Stage, State, Step
 from .channel import Channel
 from .dense import Dense
+from .figures import relative
 
 DENSE = Dense()
 UPLINK, DOWNLINK = 1, 2  # streams of random draws: the first is each rank's own, the second is shared
@@ -155,7 +156,7 @@ class Dore:
             memory["h"] = h.copy()
             for owner, part in enumerate(parts.all):
                 up.add(sent[owner], group.rank, memory["h"][part.where], self.alpha)
-        metrics["uplink_noise"] = _relative(up.codec.noise(residual), grad)
+        metrics["uplink_noise"] = relative(up.codec.noise(residual), grad)
         headers = frame.HEADER.size * (len(sent) + len(codes) - 2)
         paper_bytes = sum(f.size for f in sent) + sum(c.size for c in codes) - headers
         return Outcome(mean, State(layout, group, memory), paper_bytes, metrics)
@@ -180,7 +181,7 @@ class Dore:
         metrics = {
             "uplink_density": density,
             "downlink_density": down.add(code, group.rank, e, -1.0),
-            "downlink_noise": _relative(down.codec.noise(residual), estimate),
+            "downlink_noise": relative(down.codec.noise(residual), estimate),
         }
         return code, {"copies": copies, "e": e, **lr}, metrics
 
@@ -225,22 +226,9 @@ class Dore:
         return Parts(parts, parts[group.rank])
 
 
-class Part(NamedTuple):
-    """A run of a bucket's elements that has one master."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def where(self) -> slice:
-        return slice(self.start, self.stop)
-
-
 class Parts(NamedTuple):
+    """Who is the master of what."""
+
     all: tuple[Part, ...]  # by owner
     mine: Part  # the one that this rank is the master of
 
@@ -263,9 +251,3 @@ def _divide(n: int, owners: int, alignment: int) -> tuple[Part, ...]:
     pieces = -(-n // alignment)
     cuts = [min(n, owner * pieces // owners * alignment) for owner in range(owners + 1)]
     return tuple(Part(start, stop) for start, stop in zip(cuts, cuts[1:]))
-
-
-def _relative(noise: float, x: Array) -> float:
-    """Noise in units of ||x||^2."""
-    norm = kernels.sum_of_squares(x)
-    return noise / norm if norm else 0.0

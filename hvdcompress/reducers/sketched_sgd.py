@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import kernels
-from ..core import AllReduce, Array, Group, Layout, Outcome, Reduction, Stage, State, Step
+from ..core import AllReduce, Array, Group, Layout, Outcome, Part, Reduction, Stage, State, Step
 from ..errors import CompressionError
 from ..sketch import CountSketch, tile_for
+from .figures import relative
 
 SKETCH = 3  # stream of random draws
 DIGITS = 4  # floats that the hash of the candidates is sent as, 12 bits each: their sum is exact up to 4,096 ranks
@@ -94,7 +95,9 @@ class SketchedSGD:
         left = (self.ratio * d - (candidates if self.P else 0)) / self.rows
         columns = self.columns or max(1, int(left))
         tile = self.tile or tile_for(columns)
-        return Plan(k, candidates, max(1, columns // tile) * tile if self.columns is None else -(-columns // tile) * tile, tile)
+        # What is asked for is rounded up; what is derived keeps to the ratio.
+        slots = -(-columns // tile) if self.columns else max(1, columns // tile)
+        return Plan(k, candidates, slots * tile, tile)
 
     def init(self, layout: Layout, group: Group) -> State:
         arrays = {"v": kernels.zeros(layout.size)}
@@ -103,7 +106,8 @@ class SketchedSGD:
         return State(layout, group, arrays)
 
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
-        split, plan = self._split(layout), self.plan(self._split(layout).sketched)
+        split = self._split(layout)
+        plan = self.plan(split.sketched)
         first, second = self.rows * plan.columns, plan.candidates + split.exact + DIGITS
         if not self.P:
             return (Stage(AllReduce, first + split.exact),)
@@ -124,11 +128,11 @@ class SketchedSGD:
 
         table = kernels.zeros(self.rows * plan.columns).reshape(self.rows, plan.columns)
         for run in split.runs:
-            sketch.add(v[run], run.start, table)
-        exact = kernels.concatenate([v[run] for run in split.exact_runs])
+            sketch.add(v[run.where], run.start, table)
+        exact = kernels.concatenate([v[run.where] for run in split.exact_runs])
         first = yield AllReduce(table.reshape(-1) if self.P else kernels.concatenate([table.reshape(-1), exact]), "sum")
         table = first[: table.size].reshape(table.shape)
-        estimates = kernels.concatenate([sketch.estimate(table, run.stop - run.start, run.start) for run in split.runs])
+        estimates = kernels.concatenate([sketch.estimate(table, run.size, run.start) for run in split.runs])
         found = kernels.top_k(estimates, plan.candidates if self.P else plan.k)
         places = split.places(found)
 
@@ -152,25 +156,25 @@ class SketchedSGD:
             u[places] = 0
         start = 0
         for run in split.exact_runs:
-            mean[run] = exact[start : start + run.stop - run.start]
-            v[run] = 0
-            start += run.stop - run.start
+            mean[run.where] = exact[start : start + run.size]
+            v[run.where] = 0
+            start += run.size
         if not kernels.all_finite(first):
             mean = mean * np.float32("nan")  # all ranks see it, and none commits
         paper = 4 * (self.rows * plan.columns + (plan.candidates if self.P else 0) + plan.k) + 8 * exact.size
-        metrics = {"waiting": _share(kernels.sum_of_squares(v), kernels.sum_of_squares(grad))}
+        metrics = {"waiting": relative(kernels.sum_of_squares(v), grad)}
         return Outcome(mean, State(layout, group, memory), paper, metrics)
 
     def _split(self, layout: Layout) -> Split:
-        runs: list[slice] = []
-        exact_runs: list[slice] = []
+        runs: list[Part] = []
+        exact_runs: list[Part] = []
         for shape, where in zip(layout.shapes, layout.slices.values()):
             exact = len(shape) < 2 or math.prod(shape) < self.exact_below
             kind = exact_runs if exact else runs
             if kind and kind[-1].stop == where.start:
-                kind[-1] = slice(kind[-1].start, where.stop)
+                kind[-1] = Part(kind[-1].start, where.stop)
             else:
-                kind.append(where)
+                kind.append(Part(where.start, where.stop))
         return Split(tuple(runs), tuple(exact_runs))
 
 
@@ -188,20 +192,20 @@ class Plan:
 class Split:
     """Runs of a bucket's elements that are sketched, and those that are sent exactly."""
 
-    runs: tuple[slice, ...]
-    exact_runs: tuple[slice, ...]
+    runs: tuple[Part, ...]
+    exact_runs: tuple[Part, ...]
 
     @property
     def sketched(self) -> int:
-        return sum(run.stop - run.start for run in self.runs)
+        return sum(run.size for run in self.runs)
 
     @property
     def exact(self) -> int:
-        return sum(run.stop - run.start for run in self.exact_runs)
+        return sum(run.size for run in self.exact_runs)
 
     def places(self, found: Indices) -> Indices:
         """Numbers among the sketched elements to places in the bucket."""
-        starts = np.cumsum([0, *(run.stop - run.start for run in self.runs)])
+        starts = np.cumsum([0, *(run.size for run in self.runs)])
         shifts = np.array([run.start for run in self.runs], np.int64) - starts[:-1]
         return found + shifts[np.searchsorted(starts, found, side="right") - 1] if len(shifts) else found
 
@@ -210,7 +214,3 @@ def _digits(found: Indices) -> Array:
     """float32[DIGITS]: a hash of the candidates."""
     digest = hashlib.sha256(found.astype("<i8").tobytes()).digest()
     return np.frombuffer(digest[: 2 * DIGITS], "<u2").astype(np.float32) % 4096
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

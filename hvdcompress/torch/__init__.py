@@ -1,10 +1,12 @@
 """PyTorch: compressors for the `compression=` argument of Horovod's `DistributedOptimizer`.
 
-import horovod.torch as hvd
-import hvdcompress.torch as hvc
+    import horovod.torch as hvd
+    import hvdcompress.torch as hvc
 
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
-                                     compression=hvc.Compression.dore(model))
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
+                                         compression=hvc.Compression.dore(model))
+
+`Compression` is what a user needs; `Compressor` is what its functions make.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Compressor:
             if not self._missing[bound.bucket] and self._greeting is None:
                 self._start(bound.bucket, session)
         if len(self._arrived) == len(self.binding.bounds) and self._greeting is None:
-            self._status = self._transport_in_use.submit(AllGather(session.record()), "status")
+            self._status = self._transport_in_use.submit(AllGather(session.record()), blocking.STATUS)
         return handed, _Context(bound, tensor.dtype, tensor.device)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -223,7 +223,7 @@ class Compressor:
             if error is not None:
                 session.fail(error)
             transport = self._transport_in_use
-            greeting = transport.submit(AllGather(session.handshake()), "status")
+            greeting = transport.submit(AllGather(session.handshake()), blocking.STATUS)
             deadline = time.monotonic() + self._patience
             while not transport.done(greeting) and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -315,7 +315,7 @@ class Compressor:
             if bucket not in self._pending:
                 self._start(bucket, session)
         if self._status is None:
-            self._status = transport.submit(AllGather(session.record()), "status")
+            self._status = transport.submit(AllGather(session.record()), blocking.STATUS)
         return blocking.wind_up(session, transport, self._pending, self._status)
 
     # The token

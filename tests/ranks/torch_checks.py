@@ -67,6 +67,10 @@ def reduce_alone(model: Given, compressor, grads: list[torch.Tensor]) -> list[to
     return [compressor.decompress(token, context) for token, context in reversed(reduced)]
 
 
+def reduce_anyhow(model: Given, optimizer, compressor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    return reduce(model, optimizer, grads) if SIZE > 1 else reduce_alone(model, compressor, grads)
+
+
 def forget(optimizer) -> None:
     """Horovod's optimizer as it is before a step, after one that ended with an error."""
     optimizer.load_state_dict(optimizer.state_dict())
@@ -118,7 +122,7 @@ def simulated_mpi_and_horovod_give_the_same_bits():
                 by_rank[-1][0][1, 2] = float("nan")
             flat = [flattened(layouts, grads) for grads in by_rank]
             expected = simulation.step(flat)
-            got = reduce(model, optimizer, by_rank[RANK]) if SIZE > 1 else reduce_alone(model, compressor, by_rank[RANK])
+            got = reduce_anyhow(model, optimizer, compressor, by_rank[RANK])
             where = f"{method}, {len(layouts)} buckets, {SIZE} ranks, step {step}"
             through_mpi = mpi_mean(flat[RANK]) if len(layouts) == 1 else None  # mpi4py's driver has one bucket
             if step == 3:
@@ -149,7 +153,7 @@ def sketches_of_integers_are_the_same_simulated_over_mpi_and_under_horovod():
                 by_rank[-1][0][1, 2] = float("nan")
             flat = [flattened(layouts, grads) for grads in by_rank]
             expected = simulation.step(flat)
-            got = reduce(model, optimizer, by_rank[RANK]) if SIZE > 1 else reduce_alone(model, compressor, by_rank[RANK])
+            got = reduce_anyhow(model, optimizer, compressor, by_rank[RANK])
             through_mpi = mpi_mean([by_rank[RANK][_number(name)].numpy() for name in layouts[0].names])
             where = f"{method}, {SIZE} ranks, step {step}"
             if step == 3:
@@ -269,7 +273,7 @@ def dtypes_and_strides_are_kept():
         compressor = hvc.Compression.dense(model)
         optimizer = wrap(model, compressor)
         by_rank = [given_grads(7, rank, [(40, 50), (9,), (), (0, 4), (2, 0)], dtype) for rank in range(SIZE)]
-        got = reduce(model, optimizer, by_rank[RANK]) if SIZE > 1 else reduce_alone(model, compressor, by_rank[RANK])
+        got = reduce_anyhow(model, optimizer, compressor, by_rank[RANK])
         for g, parameter, *all_ranks in zip(got, model.weights, *by_rank):
             assert g.dtype == dtype and g.shape == parameter.shape, (g.dtype, g.shape)
             mean = sum(x.double() for x in all_ranks) / SIZE
@@ -278,7 +282,7 @@ def dtypes_and_strides_are_kept():
     compressor = hvc.Compression.dore(model, block=50, alpha=0.0, eta=0.0)
     large = [torch.full((40, 50), 3e4, dtype=torch.float16)]
     optimizer = wrap(model, compressor)
-    got = reduce(model, optimizer, large) if SIZE > 1 else reduce_alone(model, compressor, large)
+    got = reduce_anyhow(model, optimizer, compressor, large)
     assert_allclose(got[0].double(), 3e4, rtol=2e-3, err_msg="a sum of halves must not overflow")
     assert all(array.dtype == np.float32 for array in memory(compressor).values())
 

@@ -171,6 +171,10 @@ inline float maximum(const float* x, std::size_t n) {
     return top >= kExponent ? float_of(0x7fc00000u) : top < kTiny ? 0.0f : float_of(top);
 }
 
+inline void block_maxima(float* maxima, const float* x, std::size_t n, std::size_t block, std::size_t blocks) {
+    for (std::size_t b = 0; b < blocks; ++b) maxima[b] = maximum(x + b * block, smaller(block, n - b * block));
+}
+
 // Draws
 
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15ull;
@@ -268,10 +272,7 @@ std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std
     const std::size_t blocks = (n + block - 1) / block;
     for (std::size_t start = 0; start < blocks; start += kRun) {
         const std::size_t in_run = smaller(kRun, blocks - start);
-        for (std::size_t b = 0; b < in_run; ++b) {
-            const std::size_t at = (start + b) * block;
-            run[b] = maximum(x + at, smaller(block, n - at));
-        }
+        block_maxima(run, x + start * block, n - start * block, block, in_run);
         encode_scales(run, in_run, byte_scales, heads + start / kRun, scales + start * (byte_scales ? 1 : 4));
         for (std::size_t b = 0; b < in_run; ++b) {
             const std::size_t at = (start + b) * block, size = smaller(block, n - at);
@@ -552,10 +553,7 @@ double ternary_noise(const float* x, std::size_t n, std::size_t block, bool byte
     const std::size_t blocks = (n + block - 1) / block;
     for (std::size_t start = 0; start < blocks; start += kRun) {
         const std::size_t in_run = smaller(kRun, blocks - start);
-        for (std::size_t b = 0; b < in_run; ++b) {
-            const std::size_t at = (start + b) * block;
-            run[b] = maximum(x + at, smaller(block, n - at));
-        }
+        block_maxima(run, x + start * block, n - start * block, block, in_run);
         encode_scales(run, in_run, byte_scales, &head, scales);
         for (std::size_t b = 0; b < in_run; ++b) {
             const std::size_t at = (start + b) * block, size = smaller(block, n - at);

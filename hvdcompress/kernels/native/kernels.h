@@ -18,7 +18,7 @@ struct Kernels {
     // out[i] = flush(flush(factor * flush(x[i])) + out[i]); the first term is stored, not added.
     void (*add_term)(float* out, const float* x, float factor, bool first, std::size_t n);
     void (*divide)(float* out, const float* x, float divisor, std::size_t n);
-    // Scales and mask of `runs` runs of blocks from x on; the signs go to `signs` from bit 0 on. Returns their number.
+    // Scales and mask of n elements, whole runs of blocks but for the last; the signs go to `signs`. Returns their number.
     std::size_t (*ternary_encode)(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
                                   bool byte_scales, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
                                   std::uint8_t* signs);

@@ -7,10 +7,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,7 +39,7 @@ std::vector<const Kernels*> available() {
     return found;
 }
 
-// Runs work(begin, end) over [0, n), cut at multiples of `grain`, on as many threads as are worth it.
+// Runs work(part, begin, end) over [0, n), cut at multiples of `grain`, on as many threads as are worth it.
 void in_parallel(std::size_t n, std::size_t grain, std::size_t elements_each,
                  const std::function<void(std::size_t, std::size_t, std::size_t)>& work) {
     const std::size_t grains = (n + grain - 1) / grain;

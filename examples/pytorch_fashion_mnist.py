@@ -55,7 +55,7 @@ def accuracy(model: nn.Module, images: datasets.Images) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compression", choices=["none", "fp16", "dore"], default="dore")
+    parser.add_argument("--compression", default="dore:block=64,scales=byte", help="none, fp16, or a method with options")
     parser.add_argument("--data", choices=["fashion-mnist", "digits"], default="fashion-mnist")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
@@ -71,11 +71,11 @@ def main() -> None:
     x, y = torch.from_numpy(train.x), torch.from_numpy(train.y)
 
     model = CNN(side=x.shape[-1])
-    compression = hvc.Compression.dore(model, block=64, scales="byte") if args.compression == "dore" else None
+    compression = hvc.Compression.parse(args.compression, model)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9),
         named_parameters=model.named_parameters(),
-        compression=compression or getattr(hvc.Compression, args.compression),
+        compression=compression,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
@@ -96,8 +96,9 @@ def main() -> None:
             step += 1
         test = accuracy(model, splits.test)
         if hvd.rank() == 0:
-            ratio = compression.stats().last.ratio if compression else None  # None where there was no one to send to
-            left = f", {ratio:.1%} of the dense bytes" if ratio is not None else ""
+            left = ""
+            if isinstance(compression, hvc.Compressor) and hvd.size() > 1:
+                left = f", {compression.stats().last.ratio:.1%} of the dense bytes"
             print(f"epoch {epoch + 1}: loss {loss.item():.3f}, test accuracy {test:.2%}{left}", flush=True)
         if step == args.max_steps:
             break

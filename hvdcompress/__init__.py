@@ -4,9 +4,10 @@ __version__ = "0.1.0"
 
 from .core import Group, Layout
 from .errors import CompressionError, MismatchError, PayloadError
-from .reducers import Dense, Dore, SketchedSGD, make, methods
+from .reducers import Atomo, Dense, Dore, SketchedSGD, make, methods
 
 __all__ = [
+    "Atomo",
     "CompressionError",
     "Dense",
     "Dore",

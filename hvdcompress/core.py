@@ -44,11 +44,12 @@ Collective = Union[AllReduce, AllGather, AllToAll]
 
 
 class Stage(NamedTuple):
-    """One collective of a reducer, as known before any gradient: its kind, and for an allreduce its length and dtype."""
+    """One collective of a reducer, as known before any gradient: its kind, and for an allreduce the rest."""
 
     kind: type[AllReduce] | type[AllGather] | type[AllToAll]
     length: int = 0
     dtype: str = "float32"
+    op: str = "sum"
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,35 @@ class Outcome(NamedTuple):
 Reduction = Generator[Collective, Any, Outcome]
 
 
+class Facts(NamedTuple):
+    """What the table of methods says of one of them, in Markdown's words.
+
+    Attributes:
+        title, source: of the method.
+        travels: what is exchanged, and how.
+        wire: bytes that a rank sends in a step, as a function of d (elements), W (ranks) and the options.
+        bias: unbiased, or a contraction, and what becomes of the error.
+        memory: floats that a rank keeps.
+        exact_for: the optimizers with which it is the method of its source.
+        use: when to take it.
+    """
+
+    title: str
+    source: str
+    travels: str
+    wire: str
+    bias: str
+    memory: str
+    exact_for: str
+    use: str
+
+
 @runtime_checkable
 class Reducer(Protocol):
     """A method: a frozen dataclass of its options, with these members."""
+
+    facts: ClassVar[Facts]
+    """For the table of methods."""
 
     whole_model: ClassVar[bool]
     """True if one bucket has to hold all tensors, small ones too; else they may be cut into buckets."""

@@ -45,6 +45,9 @@ from .errors import CompressionError, MismatchError, PayloadError
 OK, NONFINITE, ERROR = 0, 1, 2
 RECORD = struct.Struct("<BxxxI8s")  # status, step, digest; a text follows
 ADDRESS = frame.Address(frame.STATUS, 0, 0, 0)
+# What a rank that has failed contributes to an allreduce: reducers see it in the result. A sum of integers has none, and
+# so must count its ranks; a maximum need not see NaN.
+SPOILT = {("float32", "sum"): np.nan, ("float32", "max"): np.inf, ("int32", "sum"): 0}
 STATUS_BYTES = frame.HEADER.size + RECORD.size  # of a record without text
 
 
@@ -282,7 +285,7 @@ class Session:
         """A collective that keeps the peers from waiting when this rank has nothing to give, and tells them."""
         if stage.kind is AllReduce:
             self._unreported = self._failure  # floats cannot carry the message
-            return AllReduce(np.full(stage.length, np.nan, stage.dtype), "sum")
+            return AllReduce(np.full(stage.length, SPOILT[stage.dtype, stage.op], stage.dtype), stage.op)
         excuse = frame.excuse(bucket, self.committed, _message(self._failure))
         return AllGather(excuse) if stage.kind is AllGather else AllToAll([excuse] * self.group.size)
 

@@ -15,7 +15,7 @@ from hvdcompress.codecs import Identity, Ternary
 from hvdcompress.core import AllGather, AllToAll
 from hvdcompress.drivers.simulate import Simulation
 from hvdcompress.kernels.numpy import TERNARY_RUN
-from hvdcompress.reducers.dore import DOWNLINK, UPLINK
+from hvdcompress.reducers.two_pass import DOWNLINK, UPLINK
 
 LAYOUTS = [Layout.of([("a", (61, 7)), ("b", (9,))], 0), Layout.of([("c", (3001,))], 1)]
 EXCHANGES = pytest.mark.parametrize("exchange", ["allgather", "sharded"])
@@ -41,7 +41,7 @@ class OneMaster:
 
     def quantised(self, x: np.ndarray, stream: int, rank: int) -> np.ndarray:
         out = np.zeros_like(x)
-        self.codec.decode_add(self.codec.encode(x, kernels.derive_key(0, self.k, stream, rank, self.layout.bucket)), out)
+        self.codec.decode_add(self.codec.encode(x, kernels.derive_key(0, self.k, stream, rank, self.layout.bucket)).payload, out)
         return out
 
     def step(self, gradients: list[np.ndarray], gamma: float) -> None:
@@ -155,7 +155,7 @@ def test_identity_codecs_make_dore_its_special_cases() -> None:
             codes = np.zeros_like(memories)
             for rank in range(ranks):
                 residual = given[rank][1] - (memories[rank] if alpha else 0)
-                codec.decode_add(codec.encode(residual, kernels.derive_key(0, step, UPLINK, rank, 1)), codes[rank])
+                codec.decode_add(codec.encode(residual, kernels.derive_key(0, step, UPLINK, rank, 1)).payload, codes[rank])
             h = _ordered_sum(memories) / np.float32(ranks) if alpha else np.float32(0)
             expected = h + _ordered_sum(codes) / np.float32(ranks)
             same_bits(mean, expected, f"alpha {alpha}, step {step}")
@@ -176,7 +176,8 @@ def test_linear_convergence_and_vanishing_residuals(ranks: int, rows: int, d: in
             path.append(np.linalg.norm(x - problem.solution) / start[0])
         distances[name] = np.array(path)
         if name != "sgd":
-            memories = [simulation.arrays(rank)["copies"][rank] for rank in range(ranks)]
+            arrays = [simulation.arrays(rank) for rank in range(ranks)]
+            memories = [a["copies"][rank] if "copies" in a else np.zeros(d) for rank, a in enumerate(arrays)]
             first = max(np.linalg.norm(g - h) / np.linalg.norm(g) for g, h in zip(problem.grads(x), memories))
             second = np.linalg.norm(np.mean(problem.grads(x), axis=0) + simulation.arrays(0)["e"]) / start[1]
             left[name] = first, second

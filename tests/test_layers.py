@@ -13,7 +13,7 @@ from launch import ROOT
 PACKAGE = ROOT / "hvdcompress"
 # Each layer may import itself and the layers before it.
 LAYERS = [
-    ("errors", "settings"),
+    ("errors", "settings", "spec"),
     ("core",),
     ("kernels", "frame"),
     ("codecs", "sketch"),

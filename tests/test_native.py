@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hvdcompress import PayloadError
-from hvdcompress.kernels import derive_key
+from hvdcompress.kernels import atoms, derive_key
 from hvdcompress.kernels import numpy as definition
 
 native = pytest.importorskip("hvdcompress.kernels._native", reason="the compiled kernels are not built")
@@ -71,17 +71,50 @@ def same_where_finite(got: np.ndarray, expected: np.ndarray, message: str) -> No
 def test_ternary(kind: str) -> None:
     for n in SIZES:
         x, before = vector(kind, n), vector("normal", n, 1)
-        for block, byte_scales in itertools.product((1, 7, 64) if n < 100 else (37, 256), (False, True)):
+        for block, byte_scales, l2 in itertools.product((1, 7, 64) if n < 100 else (37, 256), (False, True), (False, True)):
             first, factor = 16 * (n % 5), (1.0, -0.3, 1e-38)[n % 3]
-            payload = definition.ternary_encode(x, block, 77 + n, first, byte_scales)
+            payload = definition.ternary_encode(x, block, 77 + n, first, byte_scales, l2)
             expected = before.copy()
             nonzeros = definition.ternary_decode_add(payload, expected, block, factor, byte_scales)
             for configuration in everywhere():
-                where = f"{configuration}: {kind}, {n} elements, block {block}, byte scales {byte_scales}"
-                same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales), payload, where)
+                where = f"{configuration}: {kind}, {n} elements, block {block}, byte scales {byte_scales}, l2 {l2}"
+                same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales, l2), payload, where)
                 got = before.copy()
                 assert native.ternary_decode_add(payload, got, block, factor, byte_scales) == nonzeros, where
                 same_where_finite(got, expected, where)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_levels(kind: str) -> None:
+    for n in (*SIZES[:301:7], *SIZES[301:]):
+        x, before = vector(kind, n), vector("normal", n, 1)
+        for block, levels, l2 in itertools.product((1, 7, 64) if n < 100 else (37, 256), (1, 7, 8, 1000), (False, True)):
+            factor = (1.0, -0.3, 1e-38)[n % 3]
+            payload = definition.levels_encode(x, block, levels, 77 + n, n % 5, l2)
+            expected = before.copy()
+            nonzeros = definition.levels_decode_add(payload, expected, block, levels, factor)
+            for configuration in everywhere():
+                where = f"{configuration}: {kind}, {n} elements, block {block}, {levels} levels, l2 {l2}"
+                same_bytes(native.levels_encode(x, block, levels, 77 + n, n % 5, l2), payload, where)
+                got = before.copy()
+                assert native.levels_decode_add(payload, got, block, levels, factor) == nonzeros, where
+                same_where_finite(got, expected, where)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_matrices(kind: str) -> None:
+    for m, k, n in ((0, 3, 4), (1, 1, 1), (5, 0, 3), (7, 16, 33), (100, 64, 64)):
+        a, b = vector(kind, m * k).reshape(m, k), vector("normal", k * n, 1).reshape(k, n)
+        u, v, before = vector(kind, m), vector("normal", n, 2), vector("normal", m * n, 3).reshape(m, n)
+        expected, outer = definition.product(a, b), before.copy()
+        atoms.add_outer(outer, u, v)
+        for configuration in everywhere():
+            same_where_finite(native.product(a, b), expected, f"{configuration}: {kind}, {m} x {k} x {n}")
+            got = before.copy()
+            native.add_outer(got, u, v)
+            same_where_finite(got, outer, f"{configuration}: {kind}, outer product of {m} x {n}")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -107,13 +140,22 @@ def test_figures_agree() -> None:
             assert_allclose(
                 native.ternary_noise(x, block, byte_scales), noise, rtol=1e-6, atol=1e-9 * definition.sum_of_squares(x)
             )
+            for levels, l2 in ((1, True), (7, False)):
+                noise = definition.levels_noise(x, block, levels, l2)
+                got = native.levels_noise(x, block, levels, l2)
+                assert_allclose(got, noise, rtol=1e-6, atol=1e-9 * definition.sum_of_squares(x))
 
 
-def test_spoilt_payloads_are_refused_alike() -> None:
+@pytest.mark.parametrize("codec", ["ternary", "levels"])
+def test_spoilt_payloads_are_refused_alike(codec: str) -> None:
     rng = np.random.default_rng(0)
     for trial in range(3000):
         n, block, byte_scales = int(rng.integers(0, 200)), int(rng.choice([1, 7, 32])), bool(rng.integers(2))
-        payload = definition.ternary_encode(vector("normal", n, trial), block, trial, 0, byte_scales)
+        x = vector("normal", n, trial)
+        if codec == "ternary":
+            payload, options = definition.ternary_encode(x, block, trial, 0, byte_scales), (block, 1.0, byte_scales)
+        else:
+            payload, options = definition.levels_encode(x, block, 3, trial, 0, byte_scales), (block, 3, 1.0)
         if payload.size and trial % 3:
             payload[rng.integers(0, payload.size, 3)] = rng.integers(0, 256, 3)
         payload = payload[: rng.integers(0, payload.size + 1)] if trial % 2 else payload
@@ -122,7 +164,7 @@ def test_spoilt_payloads_are_refused_alike() -> None:
             out = np.ones(n, np.float32)
             try:
                 with np.errstate(invalid="ignore", over="ignore"):
-                    k.ternary_decode_add(payload, out, block, 1.0, byte_scales)
+                    getattr(k, f"{codec}_decode_add")(payload, out, *options)
             except PayloadError as error:
                 results.append(str(error))
                 assert_array_equal(out, 1)

@@ -1,40 +1,58 @@
-"""Codecs: stateless and local; a float32 vector to bytes and back. One file each; `codecs` lists them by name."""
+"""Codecs, one file each, and their registry: the only list of them."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from collections.abc import Callable
 
-from ..core import Array, Bytes
+from .. import spec
+from .atoms import Entrywise, Fourier
+from .codec import Codec, Encoded
 from .identity import Identity
+from .levels import Levels
+from .per_tensor import PerTensor
+from .spectral import Spectral
 from .ternary import Ternary
+from .top_k import TopK
 
-__all__ = ["Codec", "Identity", "Ternary", "codecs"]
+__all__ = [
+    "Codec",
+    "Encoded",
+    "Entrywise",
+    "Fourier",
+    "Identity",
+    "Levels",
+    "PerTensor",
+    "Spectral",
+    "Ternary",
+    "TopK",
+    "codec_of",
+    "codecs",
+    "make",
+]
+
+codecs: dict[str, Callable[..., Codec]] = {
+    "entrywise": Entrywise,
+    "fourier": Fourier,
+    "identity": Identity,
+    "levels": Levels,
+    "spectral": Spectral,
+    "ternary": Ternary,
+    "topk": TopK,
+}
 
 
-class Codec(Protocol):
-    """A frozen dataclass of options with these members."""
+def make(text: str, **options: object) -> Codec:
+    """A codec by its name in the registry, with options after a colon or by name.
 
-    number: ClassVar[int]  # names the codec in frames: from 1 to 254, its own, and never used again for another
+    >>> make("levels:levels=7;block=256")
+    Levels(levels=7, block=256, norm='l2')
 
-    @property
-    def alignment(self) -> int:
-        """In elements: a vector may be cut at multiples of it, and its pieces have the codes they have in the whole."""
-
-    def encode(self, x: Array, key: int, start: int = 0) -> Bytes:
-        """Packs float32[n]; `key` is of the draws, and x lies at `start` (a multiple of `alignment`) in its bucket."""
-
-    def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
-        """Adds factor * decoded to float32[n] in place; returns the share of elements that are not zero.
-
-        Raises:
-            PayloadError: the payload is not one of n elements; `out` is then as it was.
-        """
-
-    def expected_bytes(self, n: int, density: float | None = None) -> float:
-        """Size of a payload of n elements, of which the share `density` is not zero (None: what is usual)."""
-
-    def noise(self, x: Array) -> float:
-        """The expected squared error E||decode(encode(x)) - x||^2."""
+    Raises:
+        ValueError: the name or an option is unknown, or out of its range.
+    """
+    return spec.build("codec", codecs, text, options, separator=";")
 
 
-codecs: dict[str, type[Codec]] = {"identity": Identity, "ternary": Ternary}
+def codec_of(codec: Codec | str) -> Codec:
+    """A codec, or what its name with options makes."""
+    return make(codec) if isinstance(codec, str) else codec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import numpy as np
 from .. import kernels
 from ..core import Array, Bytes
 from ..errors import PayloadError
+from .codec import Encoded
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Identity:
     both ways is SGD, with it on the way down is DIANA.
 
     >>> import numpy as np
-    >>> Identity().encode(np.ones(3, np.float32), key=0).size
+    >>> Identity().encode(np.ones(3, np.float32), key=0).payload.size
     12
     """
 
@@ -30,17 +32,15 @@ class Identity:
     def alignment(self) -> int:
         return 1
 
-    def encode(self, x: Array, key: int, start: int = 0) -> Bytes:
-        return np.frombuffer(x.astype("<f4").tobytes(), np.uint8)
+    def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
+        return Encoded(np.frombuffer(x.astype("<f4").tobytes(), np.uint8), noise=0.0)
 
     def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
         if payload.size != 4 * out.size:
             raise PayloadError(f"an identity payload of {out.size} elements has {4 * out.size} bytes, not {payload.size}")
+        out = out.reshape(-1)
         out[:] = kernels.weighted_sum((1.0, out), (factor, np.ascontiguousarray(payload).view("<f4")))
         return 1.0
 
-    def expected_bytes(self, n: int, density: float | None = None) -> float:
-        return 4.0 * n
-
-    def noise(self, x: Array) -> float:
-        return 0.0
+    def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
+        return 4.0 * math.prod(shape)

@@ -1,36 +1,40 @@
-"""Blockwise Bernoulli quantisation with the maximum norm: three symbols, a bit mask and the signs of the non-zeros."""
+"""Blockwise Bernoulli quantisation: three symbols, a bit mask and the signs of the non-zeros."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from .. import kernels
 from ..core import Array, Bytes
+from .codec import Encoded
+from .norms import check_blocks
 
 USUAL_DENSITY = 0.25  # share of non-zeros: 0.26 for Gaussian blocks of 256, less for gradients of trained networks
 
 
 @dataclass(frozen=True)
 class Ternary:
-    """Q(x)_j = M sign(x_j) xi_j with xi_j ~ Bernoulli(|x_j| / M), M = max|x| over the block of x_j.
+    """Q(x)_j = M sign(x_j) xi_j with xi_j ~ Bernoulli(|x_j| / M), M a norm of the block of x_j, by default max|x|.
 
     Payload: scales (float32 a block; or a byte a block and a byte for every 16 blocks, M then being rounded up to
     2^(e/8)), ceil(n/8) bytes of mask (uint8, bit 1: not zero), ceil(nonzeros/8) bytes of signs (bit 1: negative).
     Bias: none, whatever the rounding of M: E Q(x) = x and E||Q(x) - x||^2 = sum over blocks of ||x||_1 M - ||x||^2.
-    With float32 scales ||Q(x) - x||_inf <= ||x||_inf; with bytes, <= 2^(1/8) ||x||_inf.
+    With the maximum norm and float32 scales ||Q(x) - x||_inf <= ||x||_inf; with bytes, <= 2^(1/8) ||x||_inf.
     Memory: none.
 
     Args:
         block: elements that share a scale, at least 1; 256 is what DORE's experiments use.
         scales: "float32" or "byte".
+        norm: "max", or "l2": fewer non-zeros and more noise; QSGD with one level.
 
     Raises:
         ValueError: an option is out of its range.
 
     >>> import numpy as np
     >>> x = np.array([4, -4, 0, 0], np.float32)
-    >>> payload = Ternary(block=4).encode(x, key=1)
+    >>> payload = Ternary(block=4).encode(x, key=1).payload
     >>> out = np.zeros(4, np.float32)
     >>> Ternary(block=4).decode_add(payload, out), payload.size, out.tolist()
     (0.5, 6, [4.0, -4.0, 0.0, 0.0])
@@ -43,10 +47,10 @@ class Ternary:
 
     block: int = 256
     scales: str = "float32"
+    norm: str = "max"
 
     def __post_init__(self) -> None:
-        if type(self.block) is not int or not 1 <= self.block <= 1 << 20:
-            raise ValueError(f"block must be a whole number of elements from 1 to {1 << 20}, not {self.block!r}")
+        check_blocks(self.block, self.norm)
         if self.scales not in ("float32", "byte"):
             raise ValueError(f"scales must be 'float32' or 'byte', not {self.scales!r}")
 
@@ -58,16 +62,15 @@ class Ternary:
     def _byte_scales(self) -> bool:
         return self.scales == "byte"
 
-    def encode(self, x: Array, key: int, start: int = 0) -> Bytes:
-        return kernels.ternary_encode(x, self.block, key, start // self.block, self._byte_scales)
+    def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
+        x, l2 = x.reshape(-1), self.norm == "l2"
+        payload = kernels.ternary_encode(x, self.block, key, start // self.block, self._byte_scales, l2)
+        return Encoded(payload, kernels.ternary_noise(x, self.block, self._byte_scales, l2))
 
     def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
-        nonzeros = kernels.ternary_decode_add(payload, out, self.block, factor, self._byte_scales)
+        nonzeros = kernels.ternary_decode_add(payload, out.reshape(-1), self.block, factor, self._byte_scales)
         return nonzeros / max(1, out.size)
 
-    def expected_bytes(self, n: int, density: float | None = None) -> float:
-        density = USUAL_DENSITY if density is None else density
+    def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
+        n, density = math.prod(shape), USUAL_DENSITY if density is None else density
         return kernels.ternary_bytes(n, self.block, round(density * n), self._byte_scales)
-
-    def noise(self, x: Array) -> float:
-        return kernels.ternary_noise(x, self.block, self._byte_scales)

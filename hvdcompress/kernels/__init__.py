@@ -15,11 +15,20 @@ from importlib import import_module
 from types import ModuleType
 
 from .. import settings
+from .atoms import add_outer, cosines, draw_atoms, to_halves, water_level
+from .bits import digit_words, pack, pack_digits, packed_bytes, unpack, unpack_digits
 from .numpy import (
     TERNARY_RUN,
     all_finite,
+    clipped,
     concatenate,
     divide,
+    largest,
+    level_bits,
+    levels_decode_add,
+    levels_encode,
+    levels_noise,
+    product,
     sketch_accumulate,
     sketch_estimate,
     sum_of_squares,
@@ -27,6 +36,7 @@ from .numpy import (
     ternary_decode_add,
     ternary_encode,
     ternary_noise,
+    ternary_signs,
     top_k,
     weighted_sum,
     zeros,
@@ -35,11 +45,25 @@ from .random import derive_key
 
 __all__ = [
     "TERNARY_RUN",
+    "add_outer",
     "all_finite",
+    "clipped",
     "concatenate",
+    "cosines",
     "derive_key",
+    "digit_words",
     "divide",
+    "draw_atoms",
     "implementation",
+    "largest",
+    "level_bits",
+    "levels_decode_add",
+    "levels_encode",
+    "levels_noise",
+    "pack",
+    "pack_digits",
+    "packed_bytes",
+    "product",
     "sketch_accumulate",
     "sketch_estimate",
     "sum_of_squares",
@@ -47,7 +71,12 @@ __all__ = [
     "ternary_decode_add",
     "ternary_encode",
     "ternary_noise",
+    "ternary_signs",
+    "to_halves",
     "top_k",
+    "unpack",
+    "unpack_digits",
+    "water_level",
     "weighted_sum",
     "zeros",
 ]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..core import Array, Bytes
 from ..errors import PayloadError
+from .bits import pack, packed_bytes, unpack
 from .random import block_keys, uniforms
 
 TINY = np.float32(2.0**-126)  # the smallest normal float32
@@ -22,6 +23,7 @@ CHUNK = 1 << 14  # elements worked on at a time, so that temporaries stay in the
 
 TERNARY_RUN = 16  # blocks that share one base octave when scales are bytes
 STEPS = 8  # scales an octave when scales are bytes
+LANES = 16  # sums that a Euclidean norm is made of
 # float32[8]: 2**(-7/8) ... 2**0, to the bit, since they are part of the wire format
 EIGHTHS: Array = np.array(
     [0x3F0B95C2, 0x3F1837F0, 0x3F25FED7, 0x3F3504F3, 0x3F45672A, 0x3F5744FD, 0x3F6AC0C7, 0x3F800000], np.uint32
@@ -36,6 +38,17 @@ def zeros(n: int) -> Array:
 def concatenate(parts: Sequence[Array]) -> Array:
     """The vectors one after another."""
     return np.concatenate(parts) if parts else zeros(0)
+
+
+def largest(x: Array) -> float:
+    """max|x|; 0 of nothing."""
+    return float(np.abs(flush(x.copy())).max(initial=0))
+
+
+def clipped(x: Array, deviations: float) -> Array:
+    """float32[n]: x limited to so many of its standard deviations."""
+    limit = np.float32(deviations * x.std(dtype=np.float64)) if x.size else np.float32(0)
+    return np.clip(x, -limit, limit)
 
 
 def all_finite(x: Array) -> bool:
@@ -54,10 +67,10 @@ def weighted_sum(*terms: tuple[float, Array]) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         for part in _chunks(total.size):
             for i, (factor, x) in enumerate(terms):
-                term = _flush(x[part].copy())
+                term = flush(x[part].copy())
                 if factor != 1.0:
-                    term = _flush(np.multiply(term, np.float32(factor), out=term))
-                total[part] = term if i == 0 else _flush(np.add(total[part], term, out=term))
+                    term = flush(np.multiply(term, np.float32(factor), out=term))
+                total[part] = term if i == 0 else flush(np.add(total[part], term, out=term))
     return total
 
 
@@ -65,15 +78,27 @@ def divide(x: Array, n: int) -> Array:
     """float32[n]: x / n, rounded once."""
     quotient = np.empty_like(x)
     for part in _chunks(x.size):
-        quotient[part] = _flush(_flush(x[part].copy()) / np.float32(n))
+        quotient[part] = flush(flush(x[part].copy()) / np.float32(n))
     return quotient
 
 
-def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool) -> Bytes:
-    """Draws Bernoulli codes for a vector, block by block with the maximum norm, and packs them.
+def product(a: Array, b: Array) -> Array:
+    """float32[m, n]: a float32[m, k] times b float32[k, n], summed over k in order, each step rounded."""
+    total = np.zeros((len(a), b.shape[1]), np.float32)
+    rows = max(1, CHUNK // max(1, b.shape[1]))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(a), rows):
+            part = total[start : start + rows]
+            for column, row in zip(flush(a[start : start + rows].copy()).T, flush(b.copy())):
+                flush(np.add(part, flush(np.multiply.outer(column, row)), out=part))
+    return total
+
+
+def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool, l2: bool = False) -> Bytes:
+    """Draws Bernoulli codes for a vector, block by block, and packs them.
 
     Element j of a block with scale M >= max|x| becomes M sign(x_j) with probability |x_j| / M, else 0. A block with a
-    non-finite element decodes to NaN throughout.
+    non-finite element, or norm, decodes to NaN throughout.
 
     Args:
         x: float32[n].
@@ -81,13 +106,14 @@ def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool
         key: of the draws, from `derive_key`.
         first: number of x's first block in the bucket.
         byte_scales: scales of one byte, rounded up, instead of float32; `first` is then a multiple of `TERNARY_RUN`.
+        l2: the scale is the block's Euclidean norm, and not its largest magnitude.
 
     Returns:
         uint8[...]: scales, then a bit an element (1: not zero), then a bit for each non-zero (1: negative); the bits
         are little-endian and each part is filled up with zeros to whole bytes.
     """
     n, blocks = x.size, -(-x.size // block)
-    scales, scale_bytes = _encode_scales(_block_maxima(x, block), byte_scales)
+    scales, scale_bytes = _encode_scales(_block_norms(x, block, l2), byte_scales)
     mask, signs = np.empty(n, bool), []
     rows = max(1, CHUNK // block)
     for row in range(0, blocks, rows):
@@ -97,7 +123,7 @@ def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool
         scale = scales[row : row + rows, None]
         with np.errstate(over="ignore", invalid="ignore"):
             # The comparison is negated so that a scale of NaN selects its whole block.
-            chosen = ~(u * scale >= _flush(magnitude)) & (scale != 0)
+            chosen = ~(u * scale >= flush(magnitude)) & (scale != 0)
         chosen = chosen.ravel()[: part.size]
         mask[row * block : row * block + part.size] = chosen
         signs.append(part[chosen] < 0)
@@ -134,9 +160,9 @@ def ternary_decode_add(payload: Bytes, out: Array, block: int, factor: float, by
         )
     negative = np.unpackbits(payload[head + bits :], bitorder="little", count=where.size)
     with np.errstate(over="ignore", invalid="ignore"):
-        steps = _flush(np.float32(factor) * _decode_scales(payload[:head], blocks, byte_scales))[where // block]
+        steps = flush(np.float32(factor) * _decode_scales(payload[:head], blocks, byte_scales))[where // block]
         np.negative(steps, out=steps, where=negative.astype(bool))
-        out[where] = _flush(_flush(out[where]) + steps)
+        out[where] = flush(flush(out[where]) + steps)
     return where.size
 
 
@@ -145,13 +171,98 @@ def ternary_bytes(n: int, block: int, nonzeros: int, byte_scales: bool) -> int:
     return _scale_bytes(-(-n // block), byte_scales) + -(-n // 8) + -(-nonzeros // 8)
 
 
-def ternary_noise(x: Array, block: int, byte_scales: bool) -> float:
+def ternary_noise(x: Array, block: int, byte_scales: bool, l2: bool = False) -> float:
     """The expected squared error of `ternary_encode`: the sum over blocks of ||x||_1 M - ||x||^2, in float64."""
-    scales, _ = _encode_scales(_block_maxima(x, block), byte_scales)
+    scales, _ = _encode_scales(_block_norms(x, block, l2), byte_scales)
     if not x.size:
         return 0.0
     sums = np.add.reduceat(np.abs(x), np.arange(0, x.size, block), dtype=np.float64)
     return max(0.0, float(sums @ scales.astype(np.float64)) - sum_of_squares(x))
+
+
+def ternary_signs(x: Array, scale: float, key: int) -> NDArray[np.int8]:
+    """int8[n]: sign(x_j) with probability |x_j| / scale, else 0, drawn as `ternary_encode` does for one block of n."""
+    magnitude = flush(np.abs(x))
+    u = uniforms(block_keys(key, 0, 1), x.size)[0]
+    with np.errstate(over="ignore"):
+        chosen = u * np.float32(scale) < magnitude
+    return np.where(chosen, np.sign(x), 0).astype(np.int8)
+
+
+def levels_encode(x: Array, block: int, levels: int, key: int, first: int, l2: bool) -> Bytes:
+    """Rounds a vector at random to whole levels of its blocks' norms, and packs them.
+
+    With a = levels |x_j| / M, element j of a block with norm M becomes M sign(x_j) l / levels, where l is the whole number
+    above a with probability a - floor(a), else the one below. A block with a non-finite element, or norm, decodes to NaN.
+
+    Args:
+        x, block, key, first, l2: as for `ternary_encode`.
+        levels: from 1 to 2**15 - 1.
+
+    Returns:
+        uint8[...]: the norms, float32; then sign(x_j) l + levels for each element, in as many bits as 2 levels takes.
+    """
+    scales, width, codes = _block_norms(x, block, l2), level_bits(levels), [np.empty(0, np.int64)]
+    for start, part in zip(range(0, x.size, max(1, CHUNK // block) * block), _whole_blocks(x, block)):
+        row = start // block
+        fractions, whole = _levels_of(part, block, levels, scales[row:])
+        u = uniforms(block_keys(key, first + row, len(whole)), block)
+        with np.errstate(invalid="ignore"):
+            chosen = np.where(np.isnan(fractions), levels, whole + (u < fractions)).ravel()[: part.size]
+        codes.append(np.where(part < 0, -chosen, chosen).astype(np.int64) + levels)
+    return np.concatenate([scales.astype("<f4").view(np.uint8), pack(np.concatenate(codes), width)])
+
+
+def level_bits(levels: int) -> int:
+    """Bits of a code from -levels to levels."""
+    return (2 * levels).bit_length()
+
+
+def _levels_of(part: Array, block: int, levels: int, scales: Array) -> tuple[Array, Array]:
+    """float32[blocks, block] each: what is above whole levels, and those; NaN in a block whose scale is."""
+    magnitude = flush(_rows(np.abs(part), block))
+    scale = scales[: len(magnitude), None]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        places = np.where(scale == 0, 0, magnitude / scale) * np.float32(levels)
+    whole = np.floor(places)
+    return (places - whole).astype(np.float32), whole.astype(np.float32)
+
+
+def levels_decode_add(payload: Bytes, out: Array, block: int, levels: int, factor: float) -> int:
+    """Adds factor * (what `levels_encode` drew) to `out`, in place. Elements whose code is zero are left alone.
+
+    Returns:
+        The number of elements that are not zero.
+
+    Raises:
+        PayloadError: the payload is not one of `out.size` elements; `out` is then as it was.
+    """
+    n, blocks, width = out.size, -(-out.size // block), level_bits(levels)
+    if payload.size != 4 * blocks + packed_bytes(n, width):
+        raise PayloadError(
+            f"a payload of {n} elements in {2 * levels + 1} levels has {4 * blocks + packed_bytes(n, width)} bytes, "
+            f"not {payload.size}"
+        )
+    codes = unpack(payload[4 * blocks :], n, width) - levels
+    if n and codes.max() > levels:
+        raise PayloadError(f"a payload of {2 * levels + 1} levels has a code of {codes.max() + levels}")
+    where = np.flatnonzero(codes)
+    with np.errstate(over="ignore", invalid="ignore"):
+        units = flush(np.float32(factor) * _decode_scales(payload[: 4 * blocks], blocks, False))
+        units = flush(units / np.float32(levels))[where // block]
+        out[where] = flush(flush(out[where]) + flush(units * codes[where].astype(np.float32)))
+    return where.size
+
+
+def levels_noise(x: Array, block: int, levels: int, l2: bool) -> float:
+    """The expected squared error of `levels_encode`, in float64."""
+    scales, noise = _block_norms(x, block, l2), 0.0
+    for start, part in zip(range(0, x.size, max(1, CHUNK // block) * block), _whole_blocks(x, block)):
+        row = start // block
+        fractions = _levels_of(part, block, levels, scales[row:])[0].astype(np.float64)
+        units = scales[row : row + len(fractions), None].astype(np.float64) / levels
+        noise += float((units**2 * fractions * (1 - fractions)).sum())
+    return noise
 
 
 def sketch_accumulate(x: Array, start: int, table: Array, tile: int, keys: Sequence[int]) -> None:
@@ -170,7 +281,7 @@ def sketch_accumulate(x: Array, start: int, table: Array, tile: int, keys: Seque
     for row, key in zip(table, keys):
         for part in _chunks(x.size):
             cells, negative = _cells(start + part.start, min(part.stop, x.size) - part.start, row.size, tile, key)
-            signed = _flush(x[part].copy())
+            signed = flush(x[part].copy())
             np.negative(signed, out=signed, where=negative)
             np.add.at(row, cells, signed)
 
@@ -188,7 +299,7 @@ def sketch_estimate(n: int, start: int, table: Array, tile: int, keys: Sequence[
             cells, negative = _cells(start + part.start, size, row.size, tile, key)
             out[:] = row[cells]
             np.negative(out, out=out, where=negative)
-        median = np.sort(_flush(rows), axis=0)[len(keys) // 2]
+        median = np.sort(flush(rows), axis=0)[len(keys) // 2]
         estimates[part] = np.where(np.isnan(rows).any(axis=0), np.float32(np.nan), median)
     return estimates
 
@@ -208,7 +319,7 @@ def top_k(x: Array, k: int) -> NDArray[np.int64]:
     """int64[min(k, n)]: the places of the largest magnitudes, in ascending order; of equal ones the first are taken."""
     if k >= x.size:
         return np.arange(x.size)
-    magnitudes = np.abs(_flush(x.copy())).view(np.uint32)  # as integers they are in order, NaN being the largest
+    magnitudes = np.abs(flush(x.copy())).view(np.uint32)  # as integers they are in order, NaN being the largest
     threshold = np.partition(magnitudes, x.size - k)[x.size - k] if k else np.uint32(0xFFFFFFFF)
     above = np.flatnonzero(magnitudes > threshold)
     equal = np.flatnonzero(magnitudes == threshold)[: k - above.size]
@@ -219,7 +330,7 @@ def _chunks(n: int) -> Iterator[slice]:
     return (slice(start, start + CHUNK) for start in range(0, n, CHUNK))
 
 
-def _flush(x: Array) -> Array:
+def flush(x: Array) -> Array:
     """Makes subnormal numbers and -0 to +0, in place."""
     x[np.abs(x) < TINY] = 0
     return x
@@ -232,13 +343,35 @@ def _rows(x: Array, block: int) -> Array:
     return padded.reshape(-1, block)
 
 
-def _block_maxima(x: Array, block: int) -> Array:
-    """float32[blocks]: max|x| of each block, NaN if any of its elements is not finite."""
+def _block_norms(x: Array, block: int, l2: bool) -> Array:
+    """float32[blocks]: max|x| or ||x|| of each block, NaN if any of its elements, or the norm, is not finite."""
     if not x.size:
         return zeros(0)
-    maxima = np.maximum.reduceat(np.abs(x), np.arange(0, x.size, block))
-    maxima[~np.isfinite(maxima)] = np.nan
-    return _flush(maxima)
+    if l2:
+        with np.errstate(over="ignore"):
+            norms = np.concatenate([_euclidean(part, block) for part in _whole_blocks(x, block)])
+    else:
+        norms = np.maximum.reduceat(np.abs(x), np.arange(0, x.size, block))
+    norms[~np.isfinite(norms)] = np.nan
+    return flush(norms)
+
+
+def _euclidean(x: Array, block: int) -> Array:
+    """float32[blocks]: ||x|| of each block, in float64: 16 sums of every 16th square, then those in order."""
+    rows = _rows(flush(x.copy()), block)
+    lanes = np.zeros((len(rows), -(-block // LANES) * LANES))
+    lanes[:, :block] = rows
+    sums = np.add.reduce(np.square(lanes).reshape(len(rows), -1, LANES), axis=1)
+    total = np.zeros(len(rows))
+    for lane in sums.T:
+        total += lane
+    return np.sqrt(total).astype(np.float32)
+
+
+def _whole_blocks(x: Array, block: int) -> Iterator[Array]:
+    """Parts of a vector, of about a chunk's elements but no less than a block."""
+    size = max(1, CHUNK // block) * block
+    return (x[start : start + size] for start in range(0, x.size, size))
 
 
 def _scale_bytes(blocks: int, byte_scales: bool) -> int:
@@ -282,7 +415,7 @@ def _byte_scales(maxima: Array) -> Bytes:
 
 def _decode_scales(coded: Bytes, blocks: int, byte_scales: bool) -> Array:
     if not byte_scales:
-        return _flush(np.ascontiguousarray(coded).view("<f4").astype(np.float32))
+        return flush(np.ascontiguousarray(coded).view("<f4").astype(np.float32))
     runs = -(-blocks // TERNARY_RUN)
     heads, codes = np.repeat(coded[:runs], TERNARY_RUN)[:blocks], coded[runs:].astype(np.int64)
     eighths = (heads.astype(np.int64) - 127) * STEPS + codes - 255

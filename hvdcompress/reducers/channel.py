@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .. import frame
-from ..codecs import Codec
+from ..codecs import Codec, Encoded
 from ..core import Array, Bytes
 from ..errors import PayloadError
 
@@ -15,12 +15,13 @@ class Channel(NamedTuple):
     bucket: int
     step: int
 
-    def pack(self, x: Array, key: int, start: int = 0) -> Bytes:
+    def pack(self, x: Array, key: int, start: int = 0) -> Encoded:
         """The frame of a vector that lies at `start` in the bucket."""
-        return frame.pack(self._address(x.size), self.codec.encode(x, key, start))
+        payload, noise = self.codec.encode(x, key, start)
+        return Encoded(frame.pack(self._address(x.size), payload), noise)
 
     def add(self, buffer: Bytes, sender: int, out: Array, factor: float = 1.0) -> float:
-        """Adds factor * (what the sender's frame holds) to `out`; returns the share of non-zeros.
+        """Adds factor * (what the sender's frame holds) to `out`; returns the share of it that was sent.
 
         Raises:
             PayloadError: the frame is not what `sender` should have sent; `out` is then as it was.

@@ -1,46 +1,17 @@
-"""DORE: double residual compression, without a parameter server.
-
-Each rank compresses what its gradient adds to its memory h_i; whoever plays the master of a block averages, compresses
-what is left with its own error, and every rank applies the code of that. There are two ways to share the master's part,
-and both give the bits that one master would:
-
-* `allgather`: every rank gathers all residuals and is the master of everything. One round; (W - 1) c d bits.
-* `sharded`: each rank is the master of its own run of blocks. The residuals go to their owners by alltoall, the owners'
-  codes to everyone by allgather. Two rounds; 2 c d (W - 1) / W bits, whatever W.
-
-(c bits an element, d elements, W ranks.) Whoever is the master of a block keeps *every* rank's h_i on that block, moved
-by the same operations as on that rank, and averages them in rank order: h is the mean of the h_i, without drift.
-"""
+"""DORE, and the other methods of two passes that its paper compares with it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from .. import frame, kernels
-from ..codecs import Codec, Ternary
-from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Part, Reduction, Stage, State, Step
-from .channel import Channel
-from .dense import Dense
-from .figures import relative
-
-DENSE = Dense()
-UPLINK, DOWNLINK = 1, 2  # streams of random draws: the first is each rank's own, the second is shared
-
-# What `exchange="auto"` predicts with: the slow end of what people have between their nodes, and what a round of
-# Horovod costs before its first byte.
-BYTES_PER_SECOND = 125e6
-SECONDS_PER_ROUND = 1e-3
+from ..codecs import Codec, Identity, Ternary, TopK, codec_of
+from ..core import Facts, Layout
+from .two_pass import Settings, TwoPass
 
 
 @dataclass(frozen=True)
-class Dore:
+class Dore(TwoPass):
     """Double residual compression.
 
     With h = mean h_i, gh = h + mean D_i and q = gh + eta e:
@@ -72,7 +43,8 @@ class Dore:
             bucket so small, or so many ranks, that neither would save bytes.
         rescale: multiplies e by lr_old / lr_new, which keeps it the same in model units when the rate changes. Each
             step must then be told its rate. A rate of zero changes nothing.
-        uplink, downlink: another codec than Ternary(block, scales), for the first or the second residual.
+        uplink, downlink: another codec than Ternary(block, scales), or its name with options, for the first or the second
+            residual.
 
     Raises:
         ValueError: an option is out of its range.
@@ -84,7 +56,16 @@ class Dore:
     Learning", 2020, Algorithm 1; alpha, beta, eta, block and the norm are those of its experiments.
     """
 
-    whole_model: ClassVar[bool] = False
+    facts: ClassVar[Facts] = Facts(
+        title="DORE",
+        source="Liu et al. 2020, Algorithm 1",
+        travels="ternary codes of both residuals; alltoall + allgather, or allgather",
+        wire="2 c d (W - 1) / W, or (W - 1) c d; c = (1 + p + 32 / block) / 8",
+        bias="unbiased codes; the second's error is fed back",
+        memory="2 d + d / W; (W + 1) d if gathered",
+        exact_for="plain SGD at a constant rate, or with rescale; else error feedback before the optimizer",
+        use="first choice: bytes that do not grow with W, converges to the optimum",
+    )
 
     alpha: float = 0.1
     beta: float = 1.0
@@ -93,161 +74,208 @@ class Dore:
     scales: str = "float32"
     exchange: str = "auto"
     rescale: bool = False
-    uplink: Codec | None = None
-    downlink: Codec | None = None
+    uplink: Codec | str | None = None
+    downlink: Codec | str | None = None
 
-    def __post_init__(self) -> None:
-        for name, low_open in (("alpha", False), ("beta", True), ("eta", False)):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not (0 <= value <= 1) or (low_open and value == 0):
-                raise ValueError(f"{name} must be in {'(' if low_open else '['}0, 1], not {value!r}")
-        if self.exchange not in ("auto", "allgather", "sharded"):
-            raise ValueError(f"exchange must be 'auto', 'allgather' or 'sharded', not {self.exchange!r}")
-        Ternary(self.block, self.scales)
-
-    @property
-    def codecs(self) -> tuple[Codec, Codec]:
-        """The codecs of the first and of the second residual."""
-        usual: Codec = Ternary(self.block, self.scales)
-        return self.uplink or usual, self.downlink or usual
-
-    def init(self, layout: Layout, group: Group) -> State:
-        if self._exchange(layout, group) == "dense":
-            return DENSE.init(layout, group)
-        part = self._parts(layout, group).mine
-        arrays = {
-            "copies": kernels.zeros(group.size * part.size).reshape(group.size, part.size),  # h_j of each rank j
-            "e": kernels.zeros(part.size),
-        }
-        if self._exchange(layout, group) == "sharded":
-            arrays["h"] = kernels.zeros(layout.size)
-        if self.rescale:
-            arrays["lr"] = np.full(1, np.nan)  # the rate that e belongs to
-        return State(layout, group, arrays)
-
-    def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
-        return {
-            "dense": DENSE.stages(layout, group),
-            "allgather": (Stage(AllGather),),
-            "sharded": (Stage(AllToAll), Stage(AllGather)),
-        }[self._exchange(layout, group)]
-
-    def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
-        layout, group, arrays = state
-        exchange = self._exchange(layout, group)
-        if exchange == "dense":
-            return (yield from DENSE.reduce(grad, state, step))
-        sharded, parts = exchange == "sharded", self._parts(layout, group)
-        up, down = (Channel(codec, layout.bucket, step.number) for codec in self.codecs)
-        h = arrays["h"] if sharded else arrays["copies"][group.rank]
-
-        residual = kernels.weighted_sum((1.0, grad), (-1.0, h))
-        key = kernels.derive_key(group.seed, step.number, UPLINK, group.rank, layout.bucket)
-        sent = [up.pack(residual[part.where], key, part.start) for part in parts.all]
-        received = yield (AllToAll(sent) if sharded else AllGather(sent[0]))
-
-        code, memory, metrics = self._master(received, state, step, up, down)
-        codes = (yield AllGather(code)) if sharded else [code]
-
-        mean = kernels.zeros(layout.size)
-        for owner, (part, code) in enumerate(zip(parts.all, codes)):
-            down.add(code, owner, mean[part.where], self.beta)
-        if sharded:
-            memory["h"] = h.copy()
-            for owner, part in enumerate(parts.all):
-                up.add(sent[owner], group.rank, memory["h"][part.where], self.alpha)
-        metrics["uplink_noise"] = relative(up.codec.noise(residual), grad)
-        headers = frame.HEADER.size * (len(sent) + len(codes) - 2)
-        paper_bytes = sum(f.size for f in sent) + sum(c.size for c in codes) - headers
-        return Outcome(mean, State(layout, group, memory), paper_bytes, metrics)
-
-    def _master(
-        self, received: list[Bytes], state: State, step: Step, up: Channel, down: Channel
-    ) -> tuple[Bytes, dict[str, NDArray[Any]], dict[str, float]]:
-        """The master's part of a step: the code of the second residual, copies and e, and what is told of them."""
-        layout, group, arrays = state
-        part = self._parts(layout, group).mine
-        copies, total, density = arrays["copies"].copy(), kernels.zeros(part.size), 0.0
-        for sender, buffer in enumerate(received):
-            density += up.add(buffer, sender, total) / group.size
-            up.add(buffer, sender, copies[sender], self.alpha)
-        h = kernels.divide(kernels.weighted_sum(*((1.0, row) for row in arrays["copies"])), group.size)
-        estimate = kernels.weighted_sum((1.0, h), (1.0, kernels.divide(total, group.size)))
-        fed_back, lr = self._feedback(arrays, step)
-        residual = kernels.weighted_sum((1.0, estimate), (fed_back, arrays["e"]))
-
-        key = kernels.derive_key(group.seed, step.number, DOWNLINK, 0, layout.bucket)
-        code, e = down.pack(residual, key, part.start), residual.copy()
-        metrics = {
-            "uplink_density": density,
-            "downlink_density": down.add(code, group.rank, e, -1.0),
-            "downlink_noise": relative(down.codec.noise(residual), estimate),
-        }
-        return code, {"copies": copies, "e": e, **lr}, metrics
-
-    def _feedback(self, arrays: Mapping[str, NDArray[Any]], step: Step) -> tuple[float, dict[str, NDArray[Any]]]:
-        """The factor of e in this step, and the rate that e will belong to."""
-        if not self.rescale:
-            return self.eta, {}
-        if step.lr is None:
-            raise ValueError("rescale=True needs the learning rate of each step: give the compressor the optimizer")
-        old = float(arrays["lr"][0])
-        if step.lr == 0 or not old > 0:
-            return self.eta, {"lr": np.full(1, step.lr if step.lr else old)}
-        return self.eta * old / step.lr, {"lr": np.full(1, step.lr)}
-
-    def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
-        return self._predict(self._exchange(layout, group), layout.size, group.size, metrics or {})
-
-    def _predict(self, exchange: str, n: int, ranks: int, metrics: Mapping[str, float]) -> float:
-        if exchange == "dense":
-            return DENSE.wire_bytes(Layout.of([("", (n,))]), Group(0, ranks))
-        up, down = self.codecs
-        up_density, down_density = metrics.get("uplink_density"), metrics.get("downlink_density")
-        parts = _divide(n, ranks if exchange == "sharded" else 1, self._alignment)
-        sent = sum(frame.HEADER.size + up.expected_bytes(part.size, up_density) for part in parts)
-        if exchange == "allgather":
-            return (ranks - 1) * sent
-        codes = sum(frame.HEADER.size + down.expected_bytes(part.size, down_density) for part in parts)
-        return (ranks - 1) / ranks * (sent + codes)
-
-    def _exchange(self, layout: Layout, group: Group) -> str:
-        return _choose(self, layout.size, group.size) if self.exchange == "auto" else self.exchange
-
-    @property
-    def _alignment(self) -> int:
-        return math.lcm(*(codec.alignment for codec in self.codecs))
-
-    def _parts(self, layout: Layout, group: Group) -> Parts:
-        if self._exchange(layout, group) != "sharded":
-            whole = Part(0, layout.size)
-            return Parts((whole,), whole)
-        parts = _divide(layout.size, group.size, self._alignment)
-        return Parts(parts, parts[group.rank])
+    def settings(self, layout: Layout) -> Settings:
+        usual = Ternary(self.block, self.scales)
+        return Settings(
+            codec_of(self.uplink or usual),
+            codec_of(self.downlink or usual),
+            alpha=self.alpha,
+            beta=self.beta,
+            eta=self.eta,
+            exchange=self.exchange,
+            rescale=self.rescale,
+        )
 
 
-class Parts(NamedTuple):
-    """Who is the master of what."""
+@dataclass(frozen=True)
+class Diana(TwoPass):
+    """Gradient residuals against a memory, and a dense mean: DORE without its second compression.
 
-    all: tuple[Part, ...]  # by owner
-    mine: Part  # the one that this rank is the master of
+        rank i:  D_i = Q(g_i - h_i),   h_i += alpha D_i
+        master:  G = mean (h_i + D_i)
+
+    Payload: see `Ternary`; the mean comes back as float32, or not at all where every rank is the master. Bias: none.
+    Memory, float32: W d for `allgather`, 2 d for `sharded`.
+
+    Args:
+        alpha, block, scales, exchange: as for `Dore`.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Source: K. Mishchenko, E. Gorbunov, M. Takac, P. Richtarik, "Distributed Learning with Compressed Gradient
+    Differences", 2019; here as DORE's paper compares it, with the maximum norm.
+    """
+
+    facts: ClassVar[Facts] = Facts(
+        title="DIANA",
+        source="Mishchenko et al. 2019",
+        travels="ternary codes of the gradient residual; the mean as float32 unless gathered",
+        wire="(W - 1) c d, or (c + 4) d (W - 1) / W; c as for DORE",
+        bias="unbiased",
+        memory="W d; 2 d if sharded",
+        exact_for="every optimizer: the mean is unbiased",
+        use="few ranks, and no tuning of error feedback wanted",
+    )
+
+    alpha: float = 0.1
+    block: int = 256
+    scales: str = "float32"
+    exchange: str = "auto"
+
+    def settings(self, layout: Layout) -> Settings:
+        return Settings(Ternary(self.block, self.scales), alpha=self.alpha, exchange=self.exchange)
 
 
-@lru_cache(maxsize=4096)
-def _choose(method: Dore, n: int, ranks: int) -> str:
-    """What is predicted to be the fastest of the exchanges that send fewer bytes than a dense allreduce."""
-    if ranks == 1:
-        return "allgather"
-    rounds = {"allgather": 1, "sharded": 2}
-    sent = {name: method._predict(name, n, ranks, {}) for name in rounds}
-    dense = method._predict("dense", n, ranks, {})
-    worthwhile = [name for name in rounds if sent[name] < dense]
-    return min(worthwhile, key=lambda name: sent[name] / BYTES_PER_SECOND + rounds[name] * SECONDS_PER_ROUND, default="dense")
+@dataclass(frozen=True)
+class MemSGD(TwoPass):
+    """Quantised gradients with each rank's error fed back: D_i = Q(g_i + e_i), e_i = g_i + e_i - D_i, G = mean D_i.
+
+    Payload, exchange: as for `Diana`. Bias: unbiased for given errors, but Q with a block of many elements is no
+    contraction, so the errors, though bounded for small steps, keep the method at a distance from the optimum.
+    Memory: d float32.
+
+    Args:
+        block, scales, exchange: as for `Dore`.
+        rescale: the paper's error is in model units: multiplies e_i by lr_old / lr_new when the rate changes.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Source: S. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", 2018; here with the quantiser with which
+    DORE's paper compares it. With the paper's own operator it is `TopKSGD`.
+    """
+
+    facts: ClassVar[Facts] = Facts(
+        title="MEM-SGD",
+        source="Stich et al. 2018; quantiser of Liu et al. 2020",
+        travels="ternary codes of gradient + error; the mean as float32 unless gathered",
+        wire="as DIANA",
+        bias="error feedback; no contraction at block > 16",
+        memory="d",
+        exact_for="plain SGD at a constant rate, or with rescale",
+        use="comparison",
+    )
+
+    block: int = 256
+    scales: str = "float32"
+    exchange: str = "auto"
+    rescale: bool = False
+
+    def settings(self, layout: Layout) -> Settings:
+        return Settings(Ternary(self.block, self.scales), feedback=1.0, exchange=self.exchange, rescale=self.rescale)
 
 
-@lru_cache(maxsize=4096)
-def _divide(n: int, owners: int, alignment: int) -> tuple[Part, ...]:
-    """Runs of n elements for each owner, cut at multiples of `alignment`, as even as that allows."""
-    pieces = -(-n // alignment)
-    cuts = [min(n, owner * pieces // owners * alignment) for owner in range(owners + 1)]
-    return tuple(Part(start, stop) for start, stop in zip(cuts, cuts[1:]))
+@dataclass(frozen=True)
+class DoubleSqueeze(TwoPass):
+    """Gradients quantised both ways, with both errors fed back.
+
+        rank i:  D_i = Q(g_i + e_i),   e_i = g_i + e_i - D_i
+        master:  q = mean D_i + e,     G = Q(q),   e = q - G
+
+    Payload, exchange: as for `Dore`. Bias: error feedback with a quantiser that is no contraction: it diverges at steps at
+    which DORE converges. Memory, float32: d + d / W; 2 d if gathered.
+
+    Args:
+        block, scales, exchange, rescale: as for `Dore`.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Source: H. Tang, X. Lian, C. Yu, T. Zhang, J. Liu, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass
+    Error-Compensated Compression", 2019; here with the quantiser with which DORE's paper compares it.
+    """
+
+    facts: ClassVar[Facts] = Facts(
+        title="DoubleSqueeze",
+        source="Tang et al. 2019; quantiser of Liu et al. 2020",
+        travels="ternary codes both ways",
+        wire="as DORE",
+        bias="error feedback both ways; no contraction at block > 16",
+        memory="d + d / W; 2 d if gathered",
+        exact_for="plain SGD at a constant rate, or with rescale",
+        use="comparison",
+    )
+
+    block: int = 256
+    scales: str = "float32"
+    exchange: str = "auto"
+    rescale: bool = False
+
+    def settings(self, layout: Layout) -> Settings:
+        codec = Ternary(self.block, self.scales)
+        return Settings(codec, codec, feedback=1.0, eta=1.0, exchange=self.exchange, rescale=self.rescale)
+
+
+@dataclass(frozen=True)
+class DoubleSqueezeTopK(TwoPass):
+    """`DoubleSqueeze` with the largest elements in place of codes, both ways.
+
+    Every rank is the master: the k largest of a mean are the same for all only where all of it is seen.
+
+    Payload: see `TopK`; (W - 1) payloads. Bias: a contraction with error feedback both ways. Memory: 2 d float32.
+
+    Args:
+        ratio: k over the number of elements of a bucket, in (0, 1].
+        rescale: as for `Dore`.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Source: as of `DoubleSqueeze`.
+    """
+
+    facts: ClassVar[Facts] = Facts(
+        title="DoubleSqueeze (top-k)",
+        source="Tang et al. 2019",
+        travels="places and values of the k largest; allgather",
+        wire="(W - 1) k (32 + log2 d) / 8",
+        bias="contraction, error feedback both ways",
+        memory="2 d",
+        exact_for="plain SGD at a constant rate, or with rescale",
+        use="comparison; few ranks",
+    )
+
+    ratio: float = 0.05
+    rescale: bool = False
+
+    def settings(self, layout: Layout) -> Settings:
+        codec = TopK(self.ratio)
+        return Settings(codec, codec, feedback=1.0, eta=1.0, exchange="allgather", rescale=self.rescale)
+
+
+@dataclass(frozen=True)
+class TopKSGD(TwoPass):
+    """The largest elements of gradient + error of each rank: D_i = top_k(g_i + e_i), e_i = the rest, G = mean D_i.
+
+    Payload: see `TopK`; (W - 1) payloads. Bias: a contraction with error feedback. Memory: d float32.
+
+    Args:
+        ratio: k over the number of elements of a bucket, in (0, 1].
+        rescale: as for `MemSGD`.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Source: S. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", 2018, Algorithm 1.
+    """
+
+    facts: ClassVar[Facts] = Facts(
+        title="top-k with error feedback (MEM-SGD's own operator)",
+        source="Stich et al. 2018, Algorithm 1",
+        travels="places and values of the k largest; allgather",
+        wire="(W - 1) k (32 + log2 d) / 8",
+        bias="contraction, error feedback",
+        memory="d",
+        exact_for="plain SGD at a constant rate, or with rescale",
+        use="few ranks and a high ratio",
+    )
+
+    ratio: float = 0.01
+    rescale: bool = False
+
+    def settings(self, layout: Layout) -> Settings:
+        return Settings(TopK(self.ratio), Identity(), feedback=1.0, exchange="allgather", rescale=self.rescale)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .. import kernels
-from ..core import AllReduce, Array, Group, Layout, Outcome, Part, Reduction, Stage, State, Step
+from ..core import AllReduce, Array, Facts, Group, Layout, Stage, State, Step
 from ..errors import CompressionError
 from ..sketch import CountSketch, tile_for
-from .figures import relative
+from .accumulation import Accumulation, Indices, Selecting, Selection, Split, split_of
 
 SKETCH = 3  # stream of random draws
 DIGITS = 4  # floats that the hash of the candidates is sent as, 12 bits each: their sum is exact up to 4,096 ranks
 
-Indices = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
-class SketchedSGD:
+class SketchedSGD(Accumulation):
     """The k coordinates with the largest accumulated momentum, found through a sketch; the rest waits.
 
         u = m u + g,  v = v + u                      on every rank
@@ -65,7 +61,16 @@ class SketchedSGD:
     coordinates meet for ever.
     """
 
-    whole_model: ClassVar[bool] = True
+    facts: ClassVar[Facts] = Facts(
+        title="Sketched-SGD",
+        source="Ivkin et al. 2019, Algorithm 3",
+        travels="a count sketch, then the candidates' values; both by allreduce",
+        wire="8 (r c + P k + exact) (W - 1) / W",
+        bias="like top-k, error feedback",
+        memory="2 d; d without momentum",
+        exact_for="SGD without momentum of its own",
+        use="many ranks, high ratios: bytes are what is asked for, and do not grow with W",
+    )
 
     ratio: float = 0.1
     k: int | None = None
@@ -83,8 +88,7 @@ class SketchedSGD:
             raise ValueError(f"k must be at least 1, not {self.k}")
         if self.P < 0:
             raise ValueError(f"P must be at least 1, or 0 for one round, not {self.P}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+        super().__post_init__()
         tile = self.tile or 1
         CountSketch(self.rows, -(-(self.columns or 1) // tile) * tile, tile)
 
@@ -99,15 +103,9 @@ class SketchedSGD:
         slots = -(-columns // tile) if self.columns else max(1, columns // tile)
         return Plan(k, candidates, slots * tile, tile)
 
-    def init(self, layout: Layout, group: Group) -> State:
-        arrays = {"v": kernels.zeros(layout.size)}
-        if self.momentum:
-            arrays["u"] = kernels.zeros(layout.size)
-        return State(layout, group, arrays)
-
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
-        split = self._split(layout)
-        plan = self.plan(split.sketched)
+        split = split_of(layout, self.exact_below)
+        plan = self.plan(split.selectable)
         first, second = self.rows * plan.columns, plan.candidates + split.exact + DIGITS
         if not self.P:
             return (Stage(AllReduce, first + split.exact),)
@@ -116,66 +114,33 @@ class SketchedSGD:
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
         return 8 * sum(stage.length for stage in self.stages(layout, group)) * (group.size - 1) / group.size
 
-    def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
-        layout, group, arrays = state
-        split = self._split(layout)
-        plan = self.plan(split.sketched)
-        sketch = CountSketch(
-            self.rows, plan.columns, plan.tile, kernels.derive_key(group.seed, step.number, SKETCH, 0, layout.bucket)
-        )
-        u = kernels.weighted_sum((self.momentum, arrays["u"]), (1.0, grad)) if self.momentum else grad
-        v = kernels.weighted_sum((1.0, arrays["v"]), (1.0, u))
-
+    def select(self, v: Array, split: Split, state: State, step: Step) -> Selecting:
+        layout, group, _ = state
+        plan = self.plan(split.selectable)
+        key = kernels.derive_key(group.seed, step.number, SKETCH, 0, layout.bucket)
+        sketch = CountSketch(self.rows, plan.columns, plan.tile, key)
         table = kernels.zeros(self.rows * plan.columns).reshape(self.rows, plan.columns)
         for run in split.runs:
             sketch.add(v[run.where], run.start, table)
-        exact = kernels.concatenate([v[run.where] for run in split.exact_runs])
+        exact = split.exact_of(v)
         first = yield AllReduce(table.reshape(-1) if self.P else kernels.concatenate([table.reshape(-1), exact]), "sum")
-        table = first[: table.size].reshape(table.shape)
+        table, finite = first[: table.size].reshape(table.shape), kernels.all_finite(first)
         estimates = kernels.concatenate([sketch.estimate(table, run.size, run.start) for run in split.runs])
-        found = kernels.top_k(estimates, plan.candidates if self.P else plan.k)
-        places = split.places(found)
+        paper_bytes = 4 * (table.size + (plan.candidates if self.P else 0) + plan.k) + 8 * exact.size
+        if not self.P:
+            chosen = kernels.top_k(estimates, plan.k)
+            values, exact = (kernels.divide(x, group.size) for x in (estimates[chosen], first[table.size :]))
+            return Selection(chosen, values, chosen, exact, paper_bytes, finite)
 
-        if self.P:
-            digest = _digits(found)
-            second = kernels.divide((yield AllReduce(kernels.concatenate([v[places], exact, digest]), "sum")), group.size)
-            if not np.array_equal(second[len(places) + exact.size :], digest):
-                raise CompressionError("the ranks did not choose the same candidates, or one of them failed: their sums differ")
-            values, exact = second[: len(places)], second[len(places) : len(places) + exact.size]
-            chosen = kernels.top_k(values, plan.k)
-            places, values = places[chosen], values[chosen]
-        else:
-            values, exact = kernels.divide(estimates[found], group.size), kernels.divide(first[table.size :], group.size)
-
-        mean = kernels.zeros(layout.size)
-        mean[places] = values
-        v[places] = 0
-        memory = {"v": v}
-        if self.momentum:
-            memory["u"] = u
-            u[places] = 0
-        start = 0
-        for run in split.exact_runs:
-            mean[run.where] = exact[start : start + run.size]
-            v[run.where] = 0
-            start += run.size
-        if not kernels.all_finite(first):
-            mean = mean * np.float32("nan")  # all ranks see it, and none commits
-        paper = 4 * (self.rows * plan.columns + (plan.candidates if self.P else 0) + plan.k) + 8 * exact.size
-        metrics = {"waiting": relative(kernels.sum_of_squares(v), grad)}
-        return Outcome(mean, State(layout, group, memory), paper, metrics)
-
-    def _split(self, layout: Layout) -> Split:
-        runs: list[Part] = []
-        exact_runs: list[Part] = []
-        for shape, where in zip(layout.shapes, layout.slices.values()):
-            exact = len(shape) < 2 or math.prod(shape) < self.exact_below
-            kind = exact_runs if exact else runs
-            if kind and kind[-1].stop == where.start:
-                kind[-1] = Part(kind[-1].start, where.stop)
-            else:
-                kind.append(Part(where.start, where.stop))
-        return Split(tuple(runs), tuple(exact_runs))
+        candidates = kernels.top_k(estimates, plan.candidates)
+        digest = _digits(candidates)
+        asked = kernels.concatenate([v[split.places(candidates)], exact, digest])
+        second = kernels.divide((yield AllReduce(asked, "sum")), group.size)
+        if not np.array_equal(second[-DIGITS:], digest):
+            raise CompressionError("the ranks did not choose the same candidates, or one of them failed: their sums differ")
+        values, exact = np.split(second[:-DIGITS], [candidates.size])
+        chosen = kernels.top_k(values, plan.k)
+        return Selection(candidates[chosen], values[chosen], candidates[chosen], exact, paper_bytes, finite)
 
 
 @dataclass(frozen=True)
@@ -186,28 +151,6 @@ class Plan:
     candidates: int
     columns: int
     tile: int
-
-
-@dataclass(frozen=True)
-class Split:
-    """Runs of a bucket's elements that are sketched, and those that are sent exactly."""
-
-    runs: tuple[Part, ...]
-    exact_runs: tuple[Part, ...]
-
-    @property
-    def sketched(self) -> int:
-        return sum(run.size for run in self.runs)
-
-    @property
-    def exact(self) -> int:
-        return sum(run.size for run in self.exact_runs)
-
-    def places(self, found: Indices) -> Indices:
-        """Numbers among the sketched elements to places in the bucket."""
-        starts = np.cumsum([0, *(run.size for run in self.runs)])
-        shifts = np.array([run.start for run in self.runs], np.int64) - starts[:-1]
-        return found + shifts[np.searchsorted(starts, found, side="right") - 1] if len(shifts) else found
 
 
 def _digits(found: Indices) -> Array:

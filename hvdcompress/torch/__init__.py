@@ -17,6 +17,7 @@ from typing import Any
 
 import horovod.torch as hvd
 
+from .. import spec
 from ..errors import CompressionError, MismatchError, PayloadError
 from ..reducers import make, methods
 from .binding import Parameters
@@ -47,7 +48,7 @@ class _Methods(type):
         return compression
 
     def __dir__(cls) -> list[str]:
-        return ["none", "fp16", *sorted(methods)]
+        return ["none", "fp16", "parse", *sorted(methods)]
 
 
 class Compression(metaclass=_Methods):
@@ -59,3 +60,19 @@ class Compression(metaclass=_Methods):
 
     none = hvd.Compression.none
     fp16 = hvd.Compression.fp16
+
+    @classmethod
+    def parse(cls, text: str, parameters: Parameters, **options: Any) -> Any:
+        """What a line such as "none" or "atomo:atoms=spectral,budget=3" names, for scripts and command lines.
+
+        Raises:
+            ValueError: the name or an option is unknown, or out of its range.
+        """
+        name, given = spec.parse(text)
+        if name in ("none", "fp16"):
+            if given or options:
+                raise ValueError(f"{text!r}: {name} has no options")
+            return getattr(cls, name)
+        if name not in methods:
+            raise ValueError(f"there is no compression {name!r}; there are {', '.join(['none', 'fp16', *sorted(methods)])}")
+        return getattr(cls, name)(parameters, **{**given, **options})

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from numpy.testing import assert_allclose, assert_array_equal
 
 import hvdcompress.torch as hvc
-from hvdcompress import CompressionError, Dore, SketchedSGD
+from hvdcompress import CompressionError, Dore, SketchedSGD, methods
 from hvdcompress.core import AllGather
 from hvdcompress.drivers.mpi import DistributedMean
 from hvdcompress.drivers.simulate import Simulation
@@ -646,9 +646,37 @@ def names_and_parameters_are_checked_when_the_compressor_is_made():
     for options in ({"unbound": "skip"}, {"bucket_mb": 0}, {"rescale": True}, {"block": "64"}, {"alpha": "0.1"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             hvc.Compression.dore(model, **options)
-    with pytest.raises(AttributeError, match="there are none, fp16, dense, dore, sketch"):
+    with pytest.raises(AttributeError, match="there are none, fp16, atomo, dense, diana, dore"):
         hvc.Compression.gzip(model)
-    assert {"none", "fp16", "dense", "dore", "sketch"} <= set(dir(hvc.Compression))
+    assert {"none", "fp16", *methods} <= set(dir(hvc.Compression))
+
+
+@check_of_two
+def a_line_of_text_makes_the_same_as_a_call():
+    model = Given(*SHAPES)
+    for text, made in (
+        ("dore", hvc.Compression.dore(model)),
+        ("dore:block=64,scales=byte", hvc.Compression.dore(model, block=64, scales="byte")),
+        ("atomo:atoms=spectral,budget=3", hvc.Compression.atomo(model, atoms="spectral", budget=3)),
+        ("gather:codec=levels:levels=3;block=64", hvc.Compression.gather(model, codec="levels:levels=3;block=64")),
+    ):
+        parsed = hvc.Compression.parse(text, model)
+        assert parsed.method == made.method, text
+    parsed = hvc.Compression.parse("sketch:momentum=0,seed=7", model, exact_below=10)
+    assert parsed.method == hvc.Compression.sketch(model, momentum=0, exact_below=10).method
+    assert hvc.Compression.parse("none", model) is hvc.Compression.none
+    assert hvc.Compression.parse("fp16", model) is hvc.Compression.fp16
+    for text, told in (
+        ("gzip", "there is no compression 'gzip'; there are none, fp16, atomo"),
+        ("fp16:block=3", "fp16 has no options"),
+        ("dore:blok=3", "the method 'dore' has no option 'blok'; it has alpha"),
+        ("dore:block", "not of the form name=value"),
+        ("dore:block=3,block=4", "block is given twice"),
+        ("dore:block=x", "block must be a whole number"),
+        ("atomo:atoms=temporal", "atoms must be"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            hvc.Compression.parse(text, model)
 
 
 @check_of_two

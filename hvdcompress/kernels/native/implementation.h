@@ -171,8 +171,31 @@ inline float maximum(const float* x, std::size_t n) {
     return top >= kExponent ? float_of(0x7fc00000u) : top < kTiny ? 0.0f : float_of(top);
 }
 
-inline void block_maxima(float* maxima, const float* x, std::size_t n, std::size_t block, std::size_t blocks) {
-    for (std::size_t b = 0; b < blocks; ++b) maxima[b] = maximum(x + b * block, smaller(block, n - b * block));
+constexpr std::size_t kLanes = 16;  // sums in so many parts, so that they vectorise
+
+// ||x||, zero where it is subnormal, NaN where it or an element is not finite.
+inline float euclidean(const float* x, std::size_t n) {
+    double lanes[kLanes] = {}, total = 0;
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (std::size_t k = 0; k < kLanes; ++k) {
+            const double value = flush(x[i + k]);
+            lanes[k] += value * value;
+        }
+    for (std::size_t k = 0; i + k < n; ++k) {
+        const double value = flush(x[i + k]);
+        lanes[k] += value * value;
+    }
+    for (std::size_t k = 0; k < kLanes; ++k) total += lanes[k];
+    const std::uint32_t bits = bits_of(static_cast<float>(__builtin_sqrt(total)));
+    return bits >= kExponent ? float_of(0x7fc00000u) : bits < kTiny ? 0.0f : float_of(bits);
+}
+
+inline void block_norms(float* norms, const float* x, std::size_t n, std::size_t block, std::size_t blocks, bool l2) {
+    for (std::size_t b = 0; b < blocks; ++b) {
+        const std::size_t size = smaller(block, n - b * block);
+        norms[b] = l2 ? euclidean(x + b * block, size) : maximum(x + b * block, size);
+    }
 }
 
 // Draws
@@ -264,7 +287,7 @@ inline Chosen choose(const float* x, unsigned n, float scale, std::uint64_t key,
 }
 
 std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
-                           bool byte_scales, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
+                           bool byte_scales, bool l2, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
                            std::uint8_t* signs) {
     BitWriter masks{mask}, negatives{signs};
     std::size_t nonzeros = 0;
@@ -272,7 +295,7 @@ std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std
     const std::size_t blocks = (n + block - 1) / block;
     for (std::size_t start = 0; start < blocks; start += kRun) {
         const std::size_t in_run = smaller(kRun, blocks - start);
-        block_maxima(run, x + start * block, n - start * block, block, in_run);
+        block_norms(run, x + start * block, n - start * block, block, in_run, l2);
         encode_scales(run, in_run, byte_scales, heads + start / kRun, scales + start * (byte_scales ? 1 : 4));
         for (std::size_t b = 0; b < in_run; ++b) {
             const std::size_t at = (start + b) * block, size = smaller(block, n - at);
@@ -357,6 +380,120 @@ void ternary_decode_add(float* out, std::size_t n, std::size_t block, float fact
             sign += taken;
         }
     }
+}
+
+// Levels
+
+inline unsigned width_of(unsigned levels) { return 32u - static_cast<unsigned>(__builtin_clz(2 * levels)); }
+
+inline float read_norm(const std::uint8_t* norms, std::size_t b) { return read_scale(nullptr, norms, b, false); }
+
+struct Place {  // of an element among the levels
+    int whole;
+    float fraction;
+};
+
+inline Place place_of(float magnitude, float norm, float levels) {
+    const float at = flush(magnitude) / norm * levels;
+    const int whole = static_cast<int>(at);
+    return {whole, at - static_cast<float>(whole)};
+}
+
+// Codes of n <= 64 elements of a block with a norm that is a positive number, the first of them the block's element `place`.
+inline void round_to_levels(std::int32_t* codes, const float* x, unsigned n, float norm, float levels, std::uint64_t key,
+                            std::uint32_t place) {
+    const std::uint32_t low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
+    for (unsigned i = 0; i < n; ++i) {
+        std::uint32_t h = ((place + i) * 0x9E3779B1u) ^ low;
+        h ^= h >> 16;
+        h *= 0x85EBCA6Bu;
+        h ^= high;
+        h ^= h >> 13;
+        h *= 0xC2B2AE35u;
+        h ^= h >> 16;
+        const float u = static_cast<float>(static_cast<std::int32_t>(h >> 9)) * 0x1p-23f + 0x1p-24f;
+        const Place at = place_of(float_of(bits_of(x[i]) & kMagnitude), norm, levels);
+        const std::int32_t code = at.whole + (u < at.fraction ? 1 : 0);
+        codes[i] = x[i] < 0.0f ? -code : code;
+    }
+}
+
+void levels_encode(const float* x, std::size_t n, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first,
+                   bool l2, std::uint8_t* norms, std::uint8_t* codes) {
+    BitWriter out{codes};
+    std::int32_t drawn[64];
+    const unsigned width = width_of(levels);
+    for (std::size_t b = 0, at = 0; at < n; ++b, at += block) {
+        const std::size_t size = smaller(block, n - at);
+        float norm;
+        block_norms(&norm, x + at, size, block, 1, l2);
+        const std::uint32_t bits = bits_of(norm);
+        __builtin_memcpy(norms + 4 * b, &bits, 4);
+        const std::uint64_t draws = block_key(key, first + b);
+        for (std::size_t place = 0; place < size; place += 64) {
+            const unsigned count = static_cast<unsigned>(smaller(64, size - place));
+            const float* part = x + at + place;
+            if (norm > 0) {
+                round_to_levels(drawn, part, count, norm, static_cast<float>(levels), draws, static_cast<std::uint32_t>(place));
+            } else {
+                const std::int32_t all = norm == 0.0f ? 0 : static_cast<std::int32_t>(levels);
+                for (unsigned i = 0; i < count; ++i) drawn[i] = part[i] < 0.0f ? -all : all;
+            }
+            for (unsigned i = 0; i < count; ++i) out.put(static_cast<std::uint32_t>(drawn[i] + static_cast<std::int32_t>(levels)), width);
+        }
+    }
+    out.flush();
+}
+
+std::uint32_t largest_code(const std::uint8_t* codes, std::size_t bytes, std::size_t n, unsigned width) {
+    std::uint32_t top = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t code = static_cast<std::uint32_t>(get_bits(codes, bytes, i * width, width));
+        top = code > top ? code : top;
+    }
+    return top;
+}
+
+std::size_t levels_decode_add(float* out, std::size_t n, std::size_t block, unsigned levels, float factor,
+                              const std::uint8_t* norms, const std::uint8_t* codes, std::size_t codes_bytes) {
+    const unsigned width = width_of(levels);
+    std::int32_t drawn[64];
+    std::size_t nonzeros = 0;
+    for (std::size_t b = 0, at = 0; at < n; ++b, at += block) {
+        const std::size_t size = smaller(block, n - at);
+        const float unit = flush(flush(factor * read_norm(norms, b)) / static_cast<float>(levels));
+        for (std::size_t place = 0; place < size; place += 64) {
+            const unsigned count = static_cast<unsigned>(smaller(64, size - place));
+            float* part = out + at + place;
+            for (unsigned i = 0; i < count; ++i)
+                drawn[i] = static_cast<std::int32_t>(get_bits(codes, codes_bytes, (at + place + i) * width, width)) -
+                           static_cast<std::int32_t>(levels);
+            for (unsigned i = 0; i < count; ++i) {
+                const float sum = flush(flush(part[i]) + flush(unit * static_cast<float>(drawn[i])));
+                part[i] = drawn[i] ? sum : part[i];
+                nonzeros += drawn[i] != 0;
+            }
+        }
+    }
+    return nonzeros;
+}
+
+double levels_noise(const float* x, std::size_t n, std::size_t block, unsigned levels, bool l2) {
+    double noise = 0;
+    for (std::size_t at = 0; at < n; at += block) {
+        const std::size_t size = smaller(block, n - at);
+        float norm;
+        block_norms(&norm, x + at, size, block, 1, l2);
+        double parts[kLanes] = {};
+        if (!(norm > 0)) continue;
+        for (std::size_t i = 0; i < size; ++i) {
+            const double f = place_of(float_of(bits_of(x[at + i]) & kMagnitude), norm, static_cast<float>(levels)).fraction;
+            parts[i % kLanes] += f * (1 - f);
+        }
+        const double unit = static_cast<double>(norm) / levels;
+        for (std::size_t k = 0; k < kLanes; ++k) noise += unit * unit * parts[k];
+    }
+    return noise;
 }
 
 // Sketches
@@ -522,9 +659,19 @@ void divide(float* out, const float* x, float divisor, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) out[i] = flush(flush(x[i]) / divisor);
 }
 
-bool all_finite(const float* x, std::size_t n) { return largest(x, n) < kExponent; }
+void product_row(float* __restrict out, const float* __restrict a, const float* __restrict b, std::size_t inner, std::size_t n) {
+    for (std::size_t j = 0; j < n; ++j) out[j] = 0;
+    for (std::size_t i = 0; i < inner; ++i) {
+        const float factor = flush(a[i]);
+        for (std::size_t j = 0; j < n; ++j) out[j] = flush(out[j] + flush(factor * b[i * n + j]));
+    }
+}
 
-constexpr std::size_t kLanes = 16;  // sums for figures only: in so many parts, so that they vectorise
+void add_scaled(float* __restrict out, const float* __restrict x, float factor, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = flush(flush(out[i]) + flush(factor * flush(x[i])));
+}
+
+bool all_finite(const float* x, std::size_t n) { return largest(x, n) < kExponent; }
 
 double sum_of_squares(const float* x, std::size_t n) {
     double parts[kLanes] = {}, total = 0;
@@ -546,14 +693,14 @@ double sum_of_magnitudes(const float* x, std::size_t n) {
     return total;
 }
 
-double ternary_noise(const float* x, std::size_t n, std::size_t block, bool byte_scales) {
+double ternary_noise(const float* x, std::size_t n, std::size_t block, bool byte_scales, bool l2) {
     double noise = 0;
     float run[kRun];
     std::uint8_t head, scales[4 * kRun];
     const std::size_t blocks = (n + block - 1) / block;
     for (std::size_t start = 0; start < blocks; start += kRun) {
         const std::size_t in_run = smaller(kRun, blocks - start);
-        block_maxima(run, x + start * block, n - start * block, block, in_run);
+        block_norms(run, x + start * block, n - start * block, block, in_run, l2);
         encode_scales(run, in_run, byte_scales, &head, scales);
         for (std::size_t b = 0; b < in_run; ++b) {
             const std::size_t at = (start + b) * block, size = smaller(block, n - at);
@@ -569,6 +716,7 @@ double ternary_noise(const float* x, std::size_t n, std::size_t block, bool byte
 #define HVDCOMPRESS_NAME_OF(isa) HVDCOMPRESS_NAME(isa)
 extern const Kernels HVDCOMPRESS_ISA = {
     HVDCOMPRESS_NAME_OF(HVDCOMPRESS_ISA), all_finite, sum_of_squares, add_term, divide, ternary_encode, ternary_decode_add, sketch_accumulate, sketch_estimate, at_least, ternary_noise,
+    levels_encode, largest_code, levels_decode_add, levels_noise, product_row, add_scaled,
 };
 
 }  // namespace hvdcompress

@@ -20,7 +20,7 @@ struct Kernels {
     void (*divide)(float* out, const float* x, float divisor, std::size_t n);
     // Scales and mask of n elements, whole runs of blocks but for the last; the signs go to `signs`. Returns their number.
     std::size_t (*ternary_encode)(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
-                                  bool byte_scales, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
+                                  bool byte_scales, bool l2, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
                                   std::uint8_t* signs);
     // Adds n decoded elements to out; the first one is the start of a run, its sign is bit `sign` of `signs`.
     void (*ternary_decode_add)(float* out, std::size_t n, std::size_t block, float factor, bool byte_scales,
@@ -35,7 +35,20 @@ struct Kernels {
     // Places and magnitudes of the elements of at least `least` (as an integer), at most `room` of them; returns how many there are.
     std::size_t (*at_least)(const float* x, std::size_t n, std::uint32_t least, std::uint32_t* magnitudes, std::int64_t* places,
                             std::size_t room);
-    double (*ternary_noise)(const float* x, std::size_t n, std::size_t block, bool byte_scales);
+    double (*ternary_noise)(const float* x, std::size_t n, std::size_t block, bool byte_scales, bool l2);
+    // Norms and codes of whole blocks but for the last; the first code begins with a byte.
+    void (*levels_encode)(const float* x, std::size_t n, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first,
+                          bool l2, std::uint8_t* norms, std::uint8_t* codes);
+    // The largest of n codes, which begin with a byte.
+    std::uint32_t (*largest_code)(const std::uint8_t* codes, std::size_t bytes, std::size_t n, unsigned width);
+    // Adds n decoded elements to out; returns how many are not zero. The codes are known to be in range.
+    std::size_t (*levels_decode_add)(float* out, std::size_t n, std::size_t block, unsigned levels, float factor,
+                                     const std::uint8_t* norms, const std::uint8_t* codes, std::size_t codes_bytes);
+    double (*levels_noise)(const float* x, std::size_t n, std::size_t block, unsigned levels, bool l2);
+    // One row of a product: out[j] = sum over i of a[i] b[i][j], in order; b is flushed.
+    void (*product_row)(float* out, const float* a, const float* b, std::size_t inner, std::size_t n);
+    // out[i] = flush(flush(out[i]) + flush(factor * flush(x[i])))
+    void (*add_scaled)(float* out, const float* x, float factor, std::size_t n);
 };
 
 extern const Kernels baseline, avx2, avx512;

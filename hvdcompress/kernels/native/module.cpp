@@ -151,7 +151,7 @@ void append_bits(std::uint8_t* to, std::size_t at, const std::uint8_t* from, std
     }
 }
 
-py::array ternary_encode(const py::array& x, std::size_t block, std::uint64_t key, std::uint64_t first, bool byte_scales) {
+py::array ternary_encode(const py::array& x, std::size_t block, std::uint64_t key, std::uint64_t first, bool byte_scales, bool l2) {
     const auto in = floats(x, "x");
     check_block(block);
     const std::size_t blocks = (in.size + block - 1) / block, runs = (blocks + kRun - 1) / kRun;
@@ -171,7 +171,7 @@ py::array ternary_encode(const py::array& x, std::size_t block, std::uint64_t ke
             const std::size_t at = begin * kRun * block, size = std::min(in.size, end * kRun * block) - at;
             if (i) parts[i].signs.resize((size + 7) / 8);
             std::uint8_t* scales = byte_scales ? out + runs + begin * kRun : out + 4 * begin * kRun;
-            parts[i].nonzeros = kernels->ternary_encode(in.data + at, size, block, key, first + begin * kRun, byte_scales, out + begin,
+            parts[i].nonzeros = kernels->ternary_encode(in.data + at, size, block, key, first + begin * kRun, byte_scales, l2, out + begin,
                                                         scales, out + head + at / 8, i ? parts[i].signs.data() : signs);
         });
         for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -220,11 +220,110 @@ std::size_t ternary_decode_add(const py::array& payload, py::array out, std::siz
     return nonzeros;
 }
 
-double ternary_noise(const py::array& x, std::size_t block, bool byte_scales) {
+double ternary_noise(const py::array& x, std::size_t block, bool byte_scales, bool l2) {
     const auto in = floats(x, "x");
     check_block(block);
     py::gil_scoped_release release;
-    return kernels->ternary_noise(in.data, in.size, block, byte_scales);
+    return kernels->ternary_noise(in.data, in.size, block, byte_scales, l2);
+}
+
+void check_levels(unsigned levels) {
+    if (levels < 1 || levels >= 1u << 15) throw py::value_error("levels must be from 1 to 2^15 - 1");
+}
+
+unsigned level_bits(unsigned levels) { return 32u - static_cast<unsigned>(__builtin_clz(2 * levels)); }
+
+constexpr std::size_t kByteBlocks = 8;  // so many blocks' codes end with a byte, whatever their width
+
+py::array levels_encode(const py::array& x, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first, bool l2) {
+    const auto in = floats(x, "x");
+    check_block(block);
+    check_levels(levels);
+    const std::size_t blocks = (in.size + block - 1) / block, width = level_bits(levels);
+    py::array_t<std::uint8_t> payload(static_cast<py::ssize_t>(4 * blocks + (in.size * width + 7) / 8));
+    std::uint8_t* out = payload.mutable_data();
+    py::gil_scoped_release release;
+    in_parallel(blocks, kByteBlocks, block, [&](std::size_t, std::size_t begin, std::size_t end) {
+        const std::size_t at = begin * block, size = std::min(in.size, end * block) - at;
+        kernels->levels_encode(in.data + at, size, block, levels, key, first + begin, l2, out + 4 * begin,
+                               out + 4 * blocks + at * width / 8);
+    });
+    return payload;
+}
+
+std::size_t levels_decode_add(const py::array& payload, py::array out, std::size_t block, unsigned levels, double factor) {
+    const auto in = bytes(payload, "payload");
+    const auto target = mutable_floats(out, "out");
+    check_block(block);
+    check_levels(levels);
+    const std::size_t n = target.size, blocks = (n + block - 1) / block, width = level_bits(levels);
+    const std::size_t wanted = 4 * blocks + (n * width + 7) / 8;
+    if (in.size != wanted)
+        payload_error("a payload of " + std::to_string(n) + " elements in " + std::to_string(2 * levels + 1) + " levels has " +
+                      std::to_string(wanted) + " bytes, not " + std::to_string(in.size));
+    const std::uint8_t* codes = in.data + 4 * blocks;
+    const std::size_t codes_bytes = in.size - 4 * blocks;
+    const std::uint32_t top = kernels->largest_code(codes, codes_bytes, n, static_cast<unsigned>(width));
+    if (top > 2 * levels)
+        payload_error("a payload of " + std::to_string(2 * levels + 1) + " levels has a code of " + std::to_string(top));
+    std::vector<std::size_t> nonzeros(threads);
+    py::gil_scoped_release release;
+    in_parallel(blocks, kByteBlocks, block, [&](std::size_t i, std::size_t begin, std::size_t end) {
+        const std::size_t at = begin * block, size = std::min(n, end * block) - at, from = at * width / 8;
+        nonzeros[i] = kernels->levels_decode_add(target.data + at, size, block, levels, static_cast<float>(factor), in.data + 4 * begin,
+                                                 codes + from, codes_bytes - from);
+    });
+    std::size_t total = 0;
+    for (const std::size_t count : nonzeros) total += count;
+    return total;
+}
+
+double levels_noise(const py::array& x, std::size_t block, unsigned levels, bool l2) {
+    const auto in = floats(x, "x");
+    check_block(block);
+    check_levels(levels);
+    py::gil_scoped_release release;
+    return kernels->levels_noise(in.data, in.size, block, levels, l2);
+}
+
+struct Matrix {
+    std::size_t rows, columns;
+};
+
+Matrix matrix_of(const py::array& array, const char* name) {
+    if (array.ndim() != 2) throw py::value_error(std::string(name) + " must have two dimensions");
+    return {static_cast<std::size_t>(array.shape(0)), static_cast<std::size_t>(array.shape(1))};
+}
+
+py::array_t<float> product(const py::array& a, const py::array& b) {
+    const auto left = floats(a, "a"), right = floats(b, "b");
+    const Matrix rows = matrix_of(a, "a"), columns = matrix_of(b, "b");
+    if (rows.columns != columns.rows) throw py::value_error("the columns of a are not as many as the rows of b");
+    py::array_t<float> out({rows.rows, columns.columns});
+    float* total = out.mutable_data();
+    py::gil_scoped_release release;
+    std::vector<float> flushed(right.size);
+    kernels->add_term(flushed.data(), right.data, 1.0f, true, right.size);
+    in_parallel(rows.rows, 1, rows.columns * columns.columns, [&](std::size_t, std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i)
+            kernels->product_row(total + i * columns.columns, left.data + i * rows.columns, flushed.data(), rows.columns, columns.columns);
+    });
+    return out;
+}
+
+void add_outer(py::array out, const py::array& u, const py::array& v) {
+    const auto target = mutable_floats(out, "out");
+    const auto left = floats(u, "u"), right = floats(v, "v");
+    const Matrix matrix = matrix_of(out, "out");
+    if (matrix.rows != left.size || matrix.columns != right.size) throw py::value_error("u and v are not of out's rows and columns");
+    py::gil_scoped_release release;
+    in_parallel(matrix.rows, 1, matrix.columns, [&](std::size_t, std::size_t begin, std::size_t end) {
+        for (std::size_t i = begin; i < end; ++i) {
+            float factor;
+            kernels->add_term(&factor, left.data + i, 1.0f, true, 1);
+            kernels->add_scaled(target.data + i * matrix.columns, right.data, factor, matrix.columns);
+        }
+    });
 }
 
 struct Sketch {
@@ -338,9 +437,15 @@ PYBIND11_MODULE(_native, m) {
     m.def("sum_of_squares", &sum_of_squares);
     m.def("weighted_sum", &weighted_sum);
     m.def("divide", &divide);
-    m.def("ternary_encode", &ternary_encode);
+    using py::operator""_a;
+    m.def("ternary_encode", &ternary_encode, "x"_a, "block"_a, "key"_a, "first"_a, "byte_scales"_a, "l2"_a = false);
     m.def("ternary_decode_add", &ternary_decode_add);
-    m.def("ternary_noise", &ternary_noise);
+    m.def("ternary_noise", &ternary_noise, "x"_a, "block"_a, "byte_scales"_a, "l2"_a = false);
+    m.def("levels_encode", &levels_encode);
+    m.def("levels_decode_add", &levels_decode_add);
+    m.def("levels_noise", &levels_noise);
+    m.def("product", &product);
+    m.def("add_outer", &add_outer);
     m.def("sketch_accumulate", &sketch_accumulate);
     m.def("sketch_estimate", &sketch_estimate);
     m.def("top_k", &top_k);

@@ -1,0 +1,258 @@
+"""Sparsification in any basis: a tensor as a sum of atoms, few of which are sent, such that it stays its own mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import kernels
+from ..core import Array, Bytes
+from ..errors import PayloadError
+from . import places
+from .codec import Encoded
+
+UNITS = ("atoms", "bytes", "ratio")
+NORMS = ("l2", "max")
+DENSE = 0xFFFFFFFF  # in place of a number of atoms: the tensor itself follows
+COUNT_BYTES = 4
+LEAST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """x = sum lambda_i a_i with unit-norm atoms a_i; sent is sum over drawn i of (lambda_i / p_i) a_i.
+
+    p_i = min(1, |lambda_i| / M), with the level M for which they sum to the budget s ("water filling"): unbiased, and of
+    all p with that sum those with the least variance, E||Q(x) - x||^2 = sum |lambda_i| (M - |lambda_i|) over |lambda_i| < M.
+    Nothing drawn is a message like others, or the mean would not be x. A tensor whose atoms are expected to take more
+    bytes than itself is sent as it is. It sees the whole tensor, and cannot be cut.
+
+    Args:
+        budget: per tensor, positive, in `unit`; or "l2" or "max": s = ||lambda||_1 over ||lambda||_2 or max|lambda_i|, for
+            which M is that norm: with entries as atoms QSGD of one level, and TernGrad.
+        unit: "atoms" (expected number; may be fractional), "bytes" (expected size of the payload), or "ratio" (that over
+            the size of the tensor in float32).
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Source: H. Wang, S. Sievert, Z. Charles, S. Liu, S. Wright, D. Papailiopoulos, "ATOMO: Communication-efficient Learning
+    via Atomic Sparsification", 2018.
+    """
+
+    budget: float | str = 3.0
+    unit: str = "atoms"
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unit must be one of {', '.join(map(repr, UNITS))}, not {self.unit!r}")
+        if isinstance(self.budget, str):
+            if self.budget not in NORMS:
+                raise ValueError(f"budget must be a number, 'l2' or 'max', not {self.budget!r}")
+        elif not (isinstance(self.budget, (int, float)) and 0 < self.budget < math.inf):
+            raise ValueError(f"budget must be a positive number, 'l2' or 'max', not {self.budget!r}")
+        elif self.unit == "bytes" and self.budget < LEAST_BYTES:
+            raise ValueError(f"a budget in bytes must be at least {LEAST_BYTES}, not {self.budget!r}")
+
+    @property
+    def alignment(self) -> int:
+        return 0
+
+    def _expected_atoms(self, magnitudes: Array) -> float | None:
+        """s, where the budget says it without the size of an atom."""
+        if self.unit == "atoms" and not isinstance(self.budget, str):
+            return self.budget
+        if not isinstance(self.budget, str):
+            return None
+        total = float(magnitudes.sum(dtype=np.float64))
+        norm = math.sqrt(kernels.sum_of_squares(magnitudes)) if self.budget == "l2" else float(magnitudes.max(initial=0))
+        return total / norm if norm else 1.0
+
+    def _bytes(self, n: int) -> float:
+        """The budget as a size, for a tensor of n elements."""
+        assert not isinstance(self.budget, str)
+        return max(LEAST_BYTES, self.budget * 4 * n) if self.unit == "ratio" else self.budget
+
+
+def dense_payload(x: Array) -> Encoded:
+    """The tensor itself."""
+    return Encoded(np.concatenate([count_bytes(DENSE), x.reshape(-1).astype("<f4").view(np.uint8)]), noise=0.0)
+
+
+def decode_dense(payload: Bytes, out: Array, factor: float) -> None:
+    """Adds what `dense_payload` packed."""
+    flat = out.reshape(-1)
+    if payload.size != COUNT_BYTES + 4 * flat.size:
+        raise PayloadError(f"a dense payload of {flat.size} elements has {COUNT_BYTES + 4 * flat.size} bytes, not {payload.size}")
+    values = np.ascontiguousarray(payload[COUNT_BYTES:]).view("<f4").astype(np.float32)
+    flat[:] = kernels.weighted_sum((1.0, flat), (factor, values))
+
+
+def count_bytes(*counts: int) -> Bytes:
+    """uint32 each."""
+    return np.array(counts, "<u4").view(np.uint8)
+
+
+def read_count(payload: Bytes, at: int = 0) -> int:
+    """The uint32 at a place of a payload."""
+    if payload.size < at + COUNT_BYTES:
+        raise PayloadError(f"a payload of atoms has at least {at + COUNT_BYTES} bytes, not {payload.size}")
+    return int.from_bytes(payload[at : at + COUNT_BYTES].tobytes(), "little")
+
+
+def level_noise(magnitudes: Array, level: float) -> float:
+    """The variance of drawing each atom with p = min(1, |lambda| / level)."""
+    below = magnitudes[magnitudes < level].astype(np.float64)
+    return float((below * (level - below)).sum())
+
+
+@dataclass(frozen=True)
+class Entrywise(Atoms):
+    """The elements themselves as atoms.
+
+    Payload: uint32 each, how many elements have p = 1 and how many others were drawn; float32 M, the magnitude that all
+    of the latter get; the places of the former (a bit an element or ceil(log2 n) bits each, whichever is smaller) and
+    float32 each; the places of the latter and a bit each (1: negative). Bias: none. Memory: none.
+
+    >>> import numpy as np
+    >>> out = np.zeros(100, np.float32)
+    >>> codec = Entrywise(budget=5)
+    >>> _ = codec.decode_add(codec.encode(np.linspace(0, 1, 100, dtype=np.float32), key=0).payload, out)
+    >>> np.unique(out).round(3).tolist()
+    [0.0, 10.0]
+    """
+
+    number: ClassVar[int] = 6
+
+    HEADER: ClassVar[int] = 12
+
+    def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
+        atoms = self._analysed(x.reshape(-1))
+        magnitudes = np.abs(atoms)
+        if not kernels.all_finite(magnitudes):
+            return dense_payload(x)
+        level = float(np.float32(self._level(magnitudes)))
+        exact = (magnitudes >= level) & (magnitudes > 0)
+        drawn = kernels.draw_atoms(magnitudes, level, key) & ~exact if level else np.zeros(atoms.size, bool)
+        expected = float(magnitudes[~exact].sum(dtype=np.float64)) / level if level else 0.0
+        if self._size(atoms.size, int(exact.sum()), expected) >= 4 * x.size:
+            return dense_payload(x)
+        exact_places, drawn_places = np.flatnonzero(exact), np.flatnonzero(drawn)
+        payload = np.concatenate(
+            [
+                count_bytes(exact_places.size, drawn_places.size),
+                np.array([level], "<f4").view(np.uint8),
+                places.encode(exact_places, atoms.size),
+                atoms[exact_places].astype("<f4").view(np.uint8),
+                places.encode(drawn_places, atoms.size),
+                np.packbits(atoms[drawn_places] < 0, bitorder="little"),
+            ]
+        )
+        return Encoded(payload, level_noise(magnitudes, level))
+
+    def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
+        n = self._atoms(out.size)
+        if read_count(payload) == DENSE:
+            decode_dense(payload, out, factor)
+            return 1.0
+        exact, drawn = read_count(payload), read_count(payload, 4)
+        sizes = [self.HEADER, places.places_bytes(n, exact), 4 * exact, places.places_bytes(n, drawn), -(-drawn // 8)]
+        if max(exact, drawn) > n or payload.size != sum(sizes):
+            raise PayloadError(
+                f"a payload of {exact} and {drawn} atoms among {n} has {sum(sizes)} bytes, not {payload.size}, and no more atoms"
+            )
+        head, where, values, others, signs = np.split(payload, np.cumsum(sizes)[:-1])
+        exact_places, drawn_places = places.decode(where, n, exact), places.decode(others, n, drawn)
+        atoms = kernels.zeros(n)
+        atoms[exact_places] = np.ascontiguousarray(values).view("<f4")
+        level = np.ascontiguousarray(head[8:]).view("<f4")[0]
+        negative = np.unpackbits(signs, bitorder="little", count=drawn).astype(bool)
+        atoms[drawn_places] = np.where(negative, -level, level)
+        self._add_synthesis(atoms, np.union1d(exact_places, drawn_places), out.reshape(-1), factor)
+        return (sum(sizes) - self.HEADER) / max(1, 4 * out.size)
+
+    def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
+        """The density is that of the payload's bits: 1 for as many as the tensor itself has."""
+        size = math.prod(shape)
+        n, dense = self._atoms(size), COUNT_BYTES + 4.0 * size
+        if density is not None:
+            expected = self.HEADER + density * 4 * size
+        elif isinstance(self.budget, str):
+            expected = self._size(n, 0, math.sqrt(2 * n / math.pi))  # of a Gaussian vector, by its Euclidean norm
+        else:
+            expected = self._size(n, 0, min(n, self.budget)) if self.unit == "atoms" else self._bytes(size)
+        return min(dense, expected)
+
+    def _size(self, n: int, exact: float, drawn: float) -> float:
+        """Bytes of a payload, before its parts are filled up to whole bytes."""
+        width = places.width(n)
+        return self.HEADER + (min(n, exact * width) + 32 * exact + min(n, drawn * width) + drawn) / 8
+
+    def _level(self, magnitudes: Array) -> float:
+        expected = self._expected_atoms(magnitudes)
+        if expected is not None:
+            return kernels.water_level(magnitudes, expected)
+        low, high = 0.0, float(np.count_nonzero(magnitudes))  # of the number of atoms: more of them, more bytes
+        wanted = self._bytes(magnitudes.size)
+        for _ in range(20):
+            middle = (low + high) / 2
+            level = kernels.water_level(magnitudes, middle) if middle else 0.0
+            exact = np.count_nonzero(magnitudes >= level) if level else middle
+            low, high = (middle, high) if self._size(magnitudes.size, exact, middle - exact) <= wanted else (low, middle)
+        return kernels.water_level(magnitudes, high if low == 0 else low)
+
+    def _atoms(self, n: int) -> int:
+        """How many atoms n elements have."""
+        return n
+
+    def _analysed(self, x: Array) -> Array:
+        """float32[atoms]: the coefficients lambda."""
+        return x
+
+    def _add_synthesis(self, atoms: Array, where: NDArray[np.int64], out: Array, factor: float) -> None:
+        """Adds factor times the sum of the atoms, which are zero but at int64[...] `where`."""
+        out[where] = kernels.weighted_sum((1.0, out[where]), (factor, atoms[where]))
+
+
+@dataclass(frozen=True)
+class Fourier(Entrywise):
+    """The vectors of the orthonormal cosine transform (DCT-II) as atoms, of each `block` elements in order.
+
+    Payload: that of `Entrywise`, for the coefficients; the last block is filled up with zeros. Bias: none. Memory: none.
+
+    Args:
+        block: elements that are transformed together, a power of two; a smaller tensor is one block, of the least power
+            of two that holds it.
+    """
+
+    number: ClassVar[int] = 7
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.block) is not int or not 1 <= self.block <= 4096 or self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two from 1 to 4096, not {self.block!r}")
+
+    def _block(self, n: int) -> int:
+        return min(self.block, 1 << places.width(n))
+
+    def _atoms(self, n: int) -> int:
+        return -(-n // self._block(n)) * self._block(n)
+
+    def _analysed(self, x: Array) -> Array:
+        block, rows = self._block(x.size), kernels.zeros(self._atoms(x.size))
+        rows[: x.size] = x
+        return kernels.product(rows.reshape(-1, block), np.ascontiguousarray(kernels.cosines(block).T)).reshape(-1)
+
+    def _add_synthesis(self, atoms: Array, where: NDArray[np.int64], out: Array, factor: float) -> None:
+        block = self._block(out.size)
+        touched = np.unique(where // block)
+        rows = kernels.product(np.ascontiguousarray(atoms.reshape(-1, block)[touched]), kernels.cosines(block))
+        for number, row in zip(touched, rows):
+            part = out[number * block : (number + 1) * block]
+            part[:] = kernels.weighted_sum((1.0, part), (factor, np.ascontiguousarray(row[: part.size])))

@@ -1,0 +1,81 @@
+"""The k largest elements, exactly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .. import kernels
+from ..core import Array, Bytes
+from ..errors import PayloadError
+from . import places
+from .codec import Encoded
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k elements of largest magnitude as they are, the others zero; of equal ones the first are taken.
+
+    Payload: their places (a bit for each of the n elements, or ceil(log2 n) bits for each of the k, whichever is
+    smaller), then float32[k]. Bias: a contraction, ||Q(x) - x||^2 <= (1 - k / n) ||x||^2; it needs error feedback.
+    Memory: none. It sees the whole tensor, and cannot be cut.
+
+    Args:
+        ratio: k over n, in (0, 1]; k is at least 1.
+        k: instead of `ratio`.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    >>> import numpy as np
+    >>> out = np.zeros(4, np.float32)
+    >>> codec = TopK(k=2)
+    >>> codec.decode_add(codec.encode(np.float32([1, -3, 0.5, 2]), key=0).payload, out), out.tolist()
+    (0.5, [0.0, -3.0, 0.0, 2.0])
+    """
+
+    number: ClassVar[int] = 4
+
+    ratio: float = 0.01
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio must be in (0, 1], not {self.ratio!r}")
+        if self.k is not None and (type(self.k) is not int or self.k < 1):
+            raise ValueError(f"k must be a whole number of at least 1, not {self.k!r}")
+
+    @property
+    def alignment(self) -> int:
+        return 0
+
+    def chosen(self, n: int) -> int:
+        """k for n elements."""
+        return min(n, max(1, round(self.ratio * n)) if self.k is None else self.k)
+
+    def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
+        x = x.reshape(-1)
+        where = kernels.top_k(x, self.chosen(x.size))
+        values = x[where]
+        payload = np.concatenate([places.encode(where, x.size), values.astype("<f4").view(np.uint8)])
+        return Encoded(payload, max(0.0, kernels.sum_of_squares(x) - kernels.sum_of_squares(values)))
+
+    def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
+        out, n = out.reshape(-1), out.size
+        k = self.chosen(n)
+        if payload.size != self.expected_bytes((n,)):
+            raise PayloadError(
+                f"the {k} largest of {n} elements have {self.expected_bytes((n,)):.0f} bytes of payload, not {payload.size}"
+            )
+        head = places.places_bytes(n, k)
+        where = places.decode(payload[:head], n, k)
+        values = np.ascontiguousarray(payload[head:]).view("<f4").astype(np.float32)
+        out[where] = kernels.weighted_sum((1.0, out[where]), (factor, values))
+        return k / max(1, n)
+
+    def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
+        n = math.prod(shape)
+        return places.places_bytes(n, self.chosen(n)) + 4.0 * self.chosen(n)

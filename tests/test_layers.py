@@ -21,7 +21,7 @@ LAYERS = [
     ("traffic",),
     ("session",),
     ("drivers",),
-    ("torch",),
+    ("torch", "testing"),
 ]
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}

@@ -20,6 +20,7 @@ NORMS = ("l2", "max")
 DENSE = 0xFFFFFFFF  # in place of a number of atoms: the tensor itself follows
 COUNT_BYTES = 4
 LEAST_BYTES = 32
+BISECTIONS = 24  # for the number of atoms that a budget in bytes is enough for
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Entrywise(Atoms):
     HEADER: ClassVar[int] = 12
 
     def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
-        atoms = self._analysed(x.reshape(-1))
+        atoms = self._analysed(kernels.weighted_sum((1.0, x.reshape(-1))))  # without subnormal numbers
         magnitudes = np.abs(atoms)
         if not kernels.all_finite(magnitudes):
             return dense_payload(x)
@@ -158,7 +159,7 @@ class Entrywise(Atoms):
         n = self._atoms(out.size)
         if read_count(payload) == DENSE:
             decode_dense(payload, out, factor)
-            return 1.0
+            return (payload.size - self.HEADER) / max(1, 4 * out.size)
         exact, drawn = read_count(payload), read_count(payload, 4)
         sizes = [self.HEADER, places.places_bytes(n, exact), 4 * exact, places.places_bytes(n, drawn), -(-drawn // 8)]
         if max(exact, drawn) > n or payload.size != sum(sizes):
@@ -176,12 +177,14 @@ class Entrywise(Atoms):
         return (sum(sizes) - self.HEADER) / max(1, 4 * out.size)
 
     def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
-        """The density is that of the payload's bits: 1 for as many as the tensor itself has."""
+        """The density is that of the payload's bytes after its header: 1 for as many as the tensor itself has."""
         size = math.prod(shape)
+        if not size:
+            return COUNT_BYTES
         n, dense = self._atoms(size), COUNT_BYTES + 4.0 * size
         if density is not None:
-            expected = self.HEADER + density * 4 * size
-        elif isinstance(self.budget, str):
+            return self.HEADER + density * 4 * size
+        if isinstance(self.budget, str):
             expected = self._size(n, 0, math.sqrt(2 * n / math.pi))  # of a Gaussian vector, by its Euclidean norm
         else:
             expected = self._size(n, 0, min(n, self.budget)) if self.unit == "atoms" else self._bytes(size)
@@ -193,17 +196,17 @@ class Entrywise(Atoms):
         return self.HEADER + (min(n, exact * width) + 32 * exact + min(n, drawn * width) + drawn) / 8
 
     def _level(self, magnitudes: Array) -> float:
-        expected = self._expected_atoms(magnitudes)
+        expected, in_order = self._expected_atoms(magnitudes), kernels.ordered(magnitudes)
         if expected is not None:
-            return kernels.water_level(magnitudes, expected)
-        low, high = 0.0, float(np.count_nonzero(magnitudes))  # of the number of atoms: more of them, more bytes
-        wanted = self._bytes(magnitudes.size)
-        for _ in range(20):
+            return kernels.water_level(in_order, expected)
+        wanted, n = self._bytes(magnitudes.size), magnitudes.size
+        level, low, high = 0.0, 0.0, float(in_order.descending.size)  # of the number of atoms: more of them, more bytes
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            level = kernels.water_level(magnitudes, middle) if middle else 0.0
-            exact = np.count_nonzero(magnitudes >= level) if level else middle
-            low, high = (middle, high) if self._size(magnitudes.size, exact, middle - exact) <= wanted else (low, middle)
-        return kernels.water_level(magnitudes, high if low == 0 else low)
+            level = kernels.water_level(in_order, middle) if middle else 0.0
+            exact = float(np.searchsorted(-in_order.descending, -level, side="right"))
+            low, high = (middle, high) if self._size(n, exact, middle - exact) <= wanted else (low, middle)
+        return level
 
     def _atoms(self, n: int) -> int:
         """How many atoms n elements have."""

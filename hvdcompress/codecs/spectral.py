@@ -67,7 +67,7 @@ class Spectral(Atoms):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, not {getattr(self, name)!r}")
 
     def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
-        matrix = x.reshape(self.matrix(x.shape))
+        matrix = kernels.weighted_sum((1.0, x.reshape(-1))).reshape(self.matrix(x.shape))  # without subnormal numbers
         m, n = matrix.shape
         if not isinstance(self.budget, str) and self._size(m, n, self._expected(m, n)) >= 4 * x.size:
             return dense_payload(x)
@@ -80,7 +80,7 @@ class Spectral(Atoms):
         if not kernels.all_finite(sigmas):
             return dense_payload(x)
         expected = self._expected_atoms(sigmas)
-        level = kernels.water_level(sigmas, self._expected(m, n) if expected is None else expected)
+        level = kernels.water_level(kernels.ordered(sigmas), self._expected(m, n) if expected is None else expected)
         probabilities = np.minimum(1.0, sigmas / level) if level else (sigmas > 0).astype(np.float64)
         if self._size(m, n, float(probabilities.sum())) >= 4 * x.size:
             return dense_payload(x)
@@ -95,7 +95,7 @@ class Spectral(Atoms):
         count = read_count(payload)
         if count == DENSE:
             decode_dense(payload, out, factor)
-            return 1.0
+            return (payload.size - COUNT_BYTES) / self._atom_bytes(m, n) / max(1, min(m, n))
         if payload.size != self._size(m, n, count):
             raise PayloadError(
                 f"{count} atoms of a {m} x {n} matrix have {self._size(m, n, count):.0f} bytes of payload, not {payload.size}"
@@ -105,17 +105,18 @@ class Spectral(Atoms):
         return count / max(1, min(m, n))
 
     def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
+        """The density is of atoms; that of a tensor that is sent as it is stands for as many bytes."""
         m, n = self.matrix(shape)
         most = min(m, n)
         if density is not None:
-            sent = density * most
-        elif isinstance(self.budget, str):
-            sent = math.sqrt(most) if self.budget == "l2" else most / 2
+            return self._size(m, n, density * most)
+        if isinstance(self.budget, str):
+            expected = math.sqrt(most) if self.budget == "l2" else most / 2
         else:
-            sent = min(most, self._expected(m, n))
-        size = self._size(m, n, sent)
-        fixed = isinstance(self.budget, str) or self._size(m, n, self._expected(m, n)) < 4 * m * n
-        return size if fixed and size < 4 * m * n else COUNT_BYTES + 4.0 * m * n
+            expected = self._expected(m, n)
+            if self._size(m, n, expected) >= 4 * m * n:
+                return COUNT_BYTES + 4.0 * m * n
+        return min(COUNT_BYTES + 4.0 * m * n, self._size(m, n, min(most, expected)))
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """m and n of a tensor of this shape."""

@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 
 from .. import settings
-from .atoms import add_outer, cosines, draw_atoms, to_halves, water_level
+from .atoms import Ordered, add_outer, cosines, draw_atoms, ordered, to_halves, water_level
 from .bits import digit_words, pack, pack_digits, packed_bytes, unpack, unpack_digits
 from .numpy import (
     TERNARY_RUN,
@@ -45,6 +45,7 @@ from .random import derive_key
 
 __all__ = [
     "TERNARY_RUN",
+    "Ordered",
     "add_outer",
     "all_finite",
     "clipped",
@@ -60,6 +61,7 @@ __all__ = [
     "levels_decode_add",
     "levels_encode",
     "levels_noise",
+    "ordered",
     "pack",
     "pack_digits",
     "packed_bytes",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +20,30 @@ PI = 314159265358979323846264338327950288419716939937510  # times 1e50
 FINE = 1 << 100  # fixed point of the cosines
 
 
-def water_level(magnitudes: Array, budget: float) -> float:
+class Ordered(NamedTuple):
+    """Magnitudes in descending order, without zeros.
+
+    Attributes:
+        descending: float64[n], |lambda_1| >= |lambda_2| >= ...
+        left: float64[n], the sum of |lambda_j| over j >= i.
+    """
+
+    descending: NDArray[np.float64]
+    left: NDArray[np.float64]
+
+
+def ordered(magnitudes: Array) -> Ordered:
+    """Puts float32[...] of |lambda_i| in order."""
+    descending = np.sort(magnitudes[magnitudes > 0])[::-1].astype(np.float64)
+    return Ordered(descending, np.cumsum(descending[::-1])[::-1])
+
+
+def water_level(magnitudes: Ordered, budget: float) -> float:
     """The level M for which p_i = min(1, |lambda_i| / M) sums to the budget.
 
     Of all probabilities with that sum, these have the least variance, sum lambda_i^2 (1 / p_i - 1).
 
     Args:
-        magnitudes: float32[n], |lambda_i|.
         budget: expected number of atoms, positive; may be fractional, and less than one.
 
     Returns:
@@ -34,15 +52,12 @@ def water_level(magnitudes: Array, budget: float) -> float:
     Source: H. Wang, S. Sievert, Z. Charles, S. Liu, S. Wright, D. Papailiopoulos, "ATOMO: Communication-efficient Learning
     via Atomic Sparsification", 2018, Algorithm 1 and Theorem 1.
     """
-    if budget >= np.count_nonzero(magnitudes):
+    if budget >= magnitudes.descending.size:
         return 0.0
     k = math.ceil(budget)  # no more than that many atoms can have p = 1
-    parted = np.partition(magnitudes.astype(np.float64), magnitudes.size - k)
-    top = np.sort(parted[magnitudes.size - k :])[::-1]
-    left = parted[: magnitudes.size - k].sum() + np.cumsum(top[::-1])[::-1]  # sum of |lambda_j| over j >= i
     room = budget - np.arange(k)
-    first = int(np.argmax(top * room <= left))  # atoms before it have p = 1; at the last one it always holds
-    return float(left[first] / room[first])
+    first = int(np.argmax(magnitudes.descending[:k] * room <= magnitudes.left[:k]))  # at the last one it always holds
+    return float(magnitudes.left[first] / room[first])
 
 
 def draw_atoms(magnitudes: Array, level: float, key: int) -> NDArray[np.bool_]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -156,7 +157,7 @@ class Entrywise(Atoms):
         return Encoded(payload, level_noise(magnitudes, level))
 
     def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
-        n = self._atoms(out.size)
+        n = out.size
         if read_count(payload) == DENSE:
             decode_dense(payload, out, factor)
             return (payload.size - self.HEADER) / max(1, 4 * out.size)
@@ -178,17 +179,16 @@ class Entrywise(Atoms):
 
     def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
         """The density is that of the payload's bytes after its header: 1 for as many as the tensor itself has."""
-        size = math.prod(shape)
-        if not size:
+        n = math.prod(shape)
+        if not n:
             return COUNT_BYTES
-        n, dense = self._atoms(size), COUNT_BYTES + 4.0 * size
         if density is not None:
-            return self.HEADER + density * 4 * size
+            return self.HEADER + density * 4 * n
         if isinstance(self.budget, str):
             expected = self._size(n, 0, math.sqrt(2 * n / math.pi))  # of a Gaussian vector, by its Euclidean norm
         else:
-            expected = self._size(n, 0, min(n, self.budget)) if self.unit == "atoms" else self._bytes(size)
-        return min(dense, expected)
+            expected = self._size(n, 0, min(n, self.budget)) if self.unit == "atoms" else self._bytes(n)
+        return min(COUNT_BYTES + 4.0 * n, expected)
 
     def _size(self, n: int, exact: float, drawn: float) -> float:
         """Bytes of a payload, before its parts are filled up to whole bytes."""
@@ -208,12 +208,8 @@ class Entrywise(Atoms):
             low, high = (middle, high) if self._size(n, exact, middle - exact) <= wanted else (low, middle)
         return level
 
-    def _atoms(self, n: int) -> int:
-        """How many atoms n elements have."""
-        return n
-
     def _analysed(self, x: Array) -> Array:
-        """float32[atoms]: the coefficients lambda."""
+        """float32[n]: the coefficients lambda."""
         return x
 
     def _add_synthesis(self, atoms: Array, where: NDArray[np.int64], out: Array, factor: float) -> None:
@@ -225,11 +221,10 @@ class Entrywise(Atoms):
 class Fourier(Entrywise):
     """The vectors of the orthonormal cosine transform (DCT-II) as atoms, of each `block` elements in order.
 
-    Payload: that of `Entrywise`, for the coefficients; the last block is filled up with zeros. Bias: none. Memory: none.
+    Payload: that of `Entrywise`, for the coefficients. Bias: none. Memory: none.
 
     Args:
-        block: elements that are transformed together, a power of two; a smaller tensor is one block, of the least power
-            of two that holds it.
+        block: elements that are transformed together; the last block may be shorter.
     """
 
     number: ClassVar[int] = 7
@@ -238,24 +233,26 @@ class Fourier(Entrywise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.block) is not int or not 1 <= self.block <= 4096 or self.block & (self.block - 1):
-            raise ValueError(f"block must be a power of two from 1 to 4096, not {self.block!r}")
-
-    def _block(self, n: int) -> int:
-        return min(self.block, 1 << places.width(n))
-
-    def _atoms(self, n: int) -> int:
-        return -(-n // self._block(n)) * self._block(n)
+        if type(self.block) is not int or not 1 <= self.block <= 4096:
+            raise ValueError(f"block must be a whole number of elements from 1 to 4096, not {self.block!r}")
 
     def _analysed(self, x: Array) -> Array:
-        block, rows = self._block(x.size), kernels.zeros(self._atoms(x.size))
-        rows[: x.size] = x
-        return kernels.product(rows.reshape(-1, block), np.ascontiguousarray(kernels.cosines(block).T)).reshape(-1)
+        rows = [kernels.product(part, np.ascontiguousarray(kernels.cosines(part.shape[1]).T)) for part in self._blocks(x)]
+        return kernels.concatenate([part.reshape(-1) for part in rows])
 
     def _add_synthesis(self, atoms: Array, where: NDArray[np.int64], out: Array, factor: float) -> None:
-        block = self._block(out.size)
-        touched = np.unique(where // block)
-        rows = kernels.product(np.ascontiguousarray(atoms.reshape(-1, block)[touched]), kernels.cosines(block))
-        for number, row in zip(touched, rows):
-            part = out[number * block : (number + 1) * block]
-            part[:] = kernels.weighted_sum((1.0, part), (factor, np.ascontiguousarray(row[: part.size])))
+        touched, start = np.unique(where // self.block), 0
+        for part, target in zip(self._blocks(atoms), self._blocks(out)):
+            mine = touched[(touched >= start) & (touched < start + len(part))] - start
+            rows = kernels.product(np.ascontiguousarray(part[mine]), kernels.cosines(part.shape[1]))
+            for number, row in zip(mine, rows):
+                target[number] = kernels.weighted_sum((1.0, target[number]), (factor, row))
+            start += len(part)
+
+    def _blocks(self, x: Array) -> Iterator[Array]:
+        """Views of a vector as float32[blocks, block], and as float32[1, rest] of what is left over."""
+        whole = x.size // self.block * self.block
+        if whole:
+            yield x[:whole].reshape(-1, self.block)
+        if whole < x.size:
+            yield x[whole:].reshape(1, -1)

@@ -73,10 +73,10 @@ class Spectral(Atoms):
             return dense_payload(x)
         exponent = int(np.frexp(np.abs(matrix).max(initial=0))[1])  # squares must neither overflow nor vanish
         try:
-            basis = _basis(np.ldexp(matrix, -exponent), self.factors)
+            basis = basis_of(np.ldexp(matrix, -exponent), self.factors)
         except np.linalg.LinAlgError:
             return dense_payload(x)
-        u, sigmas, v = _atoms(np.ldexp(matrix, -exponent), basis)
+        u, sigmas, v = atoms_in(np.ldexp(matrix, -exponent), basis)
         if not kernels.all_finite(sigmas):
             return dense_payload(x)
         expected = self._expected_atoms(sigmas)
@@ -162,7 +162,7 @@ class Spectral(Atoms):
         return ((kernels.weighted_sum((float(c), u)), v) for c, u, v in zip(coefficients, left, right))
 
 
-def _basis(matrix: Array, factors: str) -> Array:
+def basis_of(matrix: Array, factors: str) -> Array:
     """Orthonormal rows of the smaller side: float32[m, m] if m <= n, else float32[n, n]."""
     tall = matrix.shape[0] > matrix.shape[1]
     if factors == "svd":
@@ -171,7 +171,7 @@ def _basis(matrix: Array, factors: str) -> Array:
     return np.ascontiguousarray(np.linalg.eigh(matrix.T @ matrix if tall else matrix @ matrix.T)[1].T)
 
 
-def _atoms(matrix: Array, basis: Array) -> tuple[Array, Array, Array]:
+def atoms_in(matrix: Array, basis: Array) -> tuple[Array, Array, Array]:
     """float32[k, m], float32[k], float32[k, n]: unit vectors u, magnitudes, unit vectors v of the atoms in a basis."""
     tall = matrix.shape[0] > matrix.shape[1]
     images: Array = basis @ (matrix.T if tall else matrix)

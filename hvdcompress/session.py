@@ -126,6 +126,12 @@ class Session:
         self._runs: dict[int, _Run] = {}
         self._sent = traffic.Traffic()
 
+    def unsaved(self) -> list[int]:
+        """The buckets for which the method is predicted to send no fewer bytes than a dense allreduce; none for one rank."""
+        dense = [traffic.dense(4 * layout.size, self.group.size).dense for layout in self.layouts]
+        sent = [self.reducer.wire_bytes(layout, self.group) for layout in self.layouts]
+        return [bucket for bucket, (s, d) in enumerate(zip(sent, dense)) if s >= d > 0]
+
     def stats(self) -> Stats:
         return Stats(self.committed, self.abandoned, self.last, self.total, dict(self.seconds), dict(self.metrics))
 

@@ -7,10 +7,10 @@ from hvdcompress.codecs import Entrywise, Fourier, Levels, Spectral, Ternary, To
 
 # A momentum of 1/2 keeps sums of whole numbers exact, whatever their order.
 METHODS = {
-    "atomo:atoms=spectral,budget=0.3,unit=ratio",
-    "atomo:atoms=spectral,budget=2,values=float16,reshape=paper,factors=svd",
-    "atomo:atoms=entrywise,budget=0.1,unit=ratio",
-    "atomo:atoms=fourier,budget=200,unit=bytes",
+    "atomo:atoms=spectral,budget=0.3,unit=ratio,exchange=allgather",
+    "atomo:atoms=spectral,budget=2,values=float16,reshape=paper,factors=svd,exchange=allgather",
+    "atomo:atoms=entrywise,budget=0.1,unit=ratio,exchange=allgather",
+    "atomo:atoms=fourier,budget=200,unit=bytes,exchange=allgather",
     "dense",
     "diana:block=32",
     "diana:block=32,exchange=sharded",
@@ -18,7 +18,7 @@ METHODS = {
     "dore:block=32,exchange=sharded,scales=byte",
     "double_squeeze:block=16",
     "double_squeeze:block=16,exchange=sharded",
-    "double_squeeze_topk:ratio=0.2",
+    "double_squeeze_topk:ratio=0.2,exchange=allgather",
     "fetchsgd:k=200,columns=8192,exact_below=10,momentum=0.5",
     "gather:codec=levels:levels=3;block=64,downlink=levels,exchange=sharded",
     "gather",
@@ -30,7 +30,7 @@ METHODS = {
     "sketch:ratio=0.5,P=0,exact_below=10,momentum=0.5",
     "terngrad",
     "terngrad_shared",
-    "topk:ratio=0.1",
+    "topk:ratio=0.1,exchange=allgather",
     "true_topk:ratio=0.1,exact_below=10,momentum=0.5",
 }
 CODECS = [

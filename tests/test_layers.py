@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launch import ROOT
+
+from hvdcompress import methods
 
 PACKAGE = ROOT / "hvdcompress"
 # Each layer may import itself and the layers before it.
@@ -67,3 +70,10 @@ after = dict(os.environ), list(warnings.filters), random.getstate(), np.random.g
 assert before == after
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_table_of_methods_is_that_of_the_registry() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert runpy.run_path(str(ROOT / "docs" / "methods_table.py"))["page"](page) == page, "run python docs/methods_table.py"
+    for name in methods:
+        assert f"| `{name}` |" in page

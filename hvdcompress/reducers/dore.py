@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..codecs import Codec, Identity, Ternary, TopK, codec_of
+from ..codecs import Codec, Ternary, TopK, codec_of
 from ..core import Facts, Layout
 from .two_pass import Settings, TwoPass
 
@@ -220,6 +220,7 @@ class DoubleSqueezeTopK(TwoPass):
 
     Args:
         ratio: k over the number of elements of a bucket, in (0, 1].
+        exchange: "allgather", or "auto": a dense allreduce without memory where that would send more.
         rescale: as for `Dore`.
 
     Raises:
@@ -232,7 +233,7 @@ class DoubleSqueezeTopK(TwoPass):
         title="DoubleSqueeze (top-k)",
         source="Tang et al. 2019",
         travels="places and values of the k largest; allgather",
-        wire="(W - 1) k (32 + log2 d) / 8",
+        wire="(W - 1) (4 k + min(k log2 d, d) / 8)",
         bias="contraction, error feedback both ways",
         memory="2 d",
         exact_for="plain SGD at a constant rate, or with rescale",
@@ -240,11 +241,12 @@ class DoubleSqueezeTopK(TwoPass):
     )
 
     ratio: float = 0.05
+    exchange: str = "auto"
     rescale: bool = False
 
     def settings(self, layout: Layout) -> Settings:
         codec = TopK(self.ratio)
-        return Settings(codec, codec, feedback=1.0, eta=1.0, exchange="allgather", rescale=self.rescale)
+        return Settings(codec, codec, feedback=1.0, eta=1.0, exchange=self.exchange, rescale=self.rescale)
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ class TopKSGD(TwoPass):
 
     Args:
         ratio: k over the number of elements of a bucket, in (0, 1].
+        exchange: as for `DoubleSqueezeTopK`.
         rescale: as for `MemSGD`.
 
     Raises:
@@ -267,7 +270,7 @@ class TopKSGD(TwoPass):
         title="top-k with error feedback (MEM-SGD's own operator)",
         source="Stich et al. 2018, Algorithm 1",
         travels="places and values of the k largest; allgather",
-        wire="(W - 1) k (32 + log2 d) / 8",
+        wire="(W - 1) (4 k + min(k log2 d, d) / 8)",
         bias="contraction, error feedback",
         memory="d",
         exact_for="plain SGD at a constant rate, or with rescale",
@@ -275,7 +278,8 @@ class TopKSGD(TwoPass):
     )
 
     ratio: float = 0.01
+    exchange: str = "auto"
     rescale: bool = False
 
     def settings(self, layout: Layout) -> Settings:
-        return Settings(TopK(self.ratio), Identity(), feedback=1.0, exchange="allgather", rescale=self.rescale)
+        return Settings(TopK(self.ratio), feedback=1.0, exchange=self.exchange, rescale=self.rescale)

@@ -20,6 +20,7 @@ from ..core import AllGather, Array, Group, Reducer
 from ..drivers import blocking
 from ..drivers.torch import Handle, Transport
 from ..errors import CompressionError
+from ..reducers import Dense
 from ..session import STATUS_BYTES, Session, Stats, check_memory
 from .binding import Binding, Bound, Parameters, UnboundError
 
@@ -237,9 +238,21 @@ class Compressor:
                 )
                 self._greeting = greeting
             self._session = session
+            self._warn_of_nothing_saved(session)
         elif error is not None:
             self._session.fail(error)
         return self._session
+
+    def _warn_of_nothing_saved(self, session: Session) -> None:
+        unsaved = session.unsaved()
+        if unsaved and session.group.rank == 0 and not isinstance(self.method, Dense):
+            share = sum(session.layouts[bucket].size for bucket in unsaved) / sum(layout.size for layout in session.layouts)
+            warnings.warn(
+                f"with {session.group.size} ranks {self.method} sends no fewer bytes than a dense allreduce for {len(unsaved)} "
+                f"of {len(session.layouts)} buckets, {share:.0%} of what it is given: use another method or other options",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def _transport_in_use(self) -> Transport:

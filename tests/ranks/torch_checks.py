@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 
 import horovod.torch as hvd
 import numpy as np
@@ -651,6 +652,27 @@ def names_and_parameters_are_checked_when_the_compressor_is_made():
     with pytest.raises(AttributeError, match="there are none, fp16, atomo, dense, diana, dore"):
         hvc.Compression.gzip(model)
     assert {"none", "fp16", *methods} <= set(dir(hvc.Compression))
+
+
+@check_of_two
+def who_saves_nothing_is_told():
+    """On the first rank, once: a method that sends as much as no compression, or whose `auto` has chosen to."""
+    for text, told in (
+        ("true_topk", "100% of what it is given"),
+        ("atomo:budget=1000", "1 of 1 buckets"),
+        ("dore:block=1", "1 of 1 buckets"),
+        ("dore", ""),
+        ("dense", ""),
+    ):
+        model = Given(*SHAPES)
+        optimizer = wrap(model, hvc.Compression.parse(text, model))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                reduce(model, optimizer, given_grads(step, RANK))
+        messages = [str(w.message) for w in caught if "no fewer bytes" in str(w.message)]
+        assert len(messages) == (1 if told and RANK == 0 else 0), (text, messages)
+        assert all(told in message for message in messages), (text, messages)
 
 
 @check_of_two

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from hvdcompress import Atomo, Layout, PayloadError, kernels, make
 from hvdcompress.codecs import Entrywise, Fourier, Levels, PerTensor, Spectral, Ternary, TopK, places, spectral
-from hvdcompress.codecs.atoms import DENSE, read_count
+from hvdcompress.codecs.atoms import DENSE, read_count, water_level
 from hvdcompress.drivers.simulate import Simulation
 from hvdcompress.testing import decode
 
@@ -25,7 +25,7 @@ def heavy(n: int, seed: int = 0) -> np.ndarray:
 
 
 def probabilities(magnitudes: np.ndarray, budget: float) -> np.ndarray:
-    level = kernels.water_level(kernels.ordered(magnitudes), budget)
+    level = water_level(magnitudes, budget)
     exact = magnitudes.astype(np.float64)
     return np.minimum(1.0, exact / level) if level else (exact > 0).astype(float)
 

@@ -103,6 +103,18 @@ def test_levels(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("NaN", "inf")])
+def test_draws_of_atoms(kind: str) -> None:
+    for n in (*SIZES[:301:7], *SIZES[301:]):
+        magnitudes = np.abs(vector(kind, n))
+        for level in (0.0, 1e-9, 0.5 * float(magnitudes.max(initial=0)), 3.0 * float(magnitudes.max(initial=0))):
+            expected = atoms.draw_atoms(magnitudes, level, 77 + n)
+            for configuration in everywhere():
+                got = native.draw_atoms(magnitudes, level, 77 + n)
+                assert_array_equal(got, expected, f"{configuration}: {kind}, {n} elements, level {level}")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_matrices(kind: str) -> None:
     for m, k, n in ((0, 3, 4), (1, 1, 1), (5, 0, 3), (7, 16, 33), (100, 64, 64)):

@@ -106,10 +106,15 @@ def read_count(payload: Bytes, at: int = 0) -> int:
     return int.from_bytes(payload[at : at + COUNT_BYTES].tobytes(), "little")
 
 
+def water_level(magnitudes: Array, budget: float) -> float:
+    """M for float32[n] of |lambda_i| and a number of atoms."""
+    return kernels.water_level(kernels.ordered(magnitudes, kernels.top_k(magnitudes, math.ceil(budget))), budget)
+
+
 def level_noise(magnitudes: Array, level: float) -> float:
     """The variance of drawing each atom with p = min(1, |lambda| / level)."""
-    below = magnitudes[magnitudes < level].astype(np.float64)
-    return float((below * (level - below)).sum())
+    drawn = np.minimum(magnitudes, np.float32(level))  # those with p = 1 then count for nothing
+    return max(0.0, level * float(drawn.sum(dtype=np.float64)) - kernels.sum_of_squares(drawn))
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,8 @@ class Entrywise(Atoms):
         level = float(np.float32(self._level(magnitudes)))
         exact = (magnitudes >= level) & (magnitudes > 0)
         drawn = kernels.draw_atoms(magnitudes, level, key) & ~exact if level else np.zeros(atoms.size, bool)
-        expected = float(magnitudes[~exact].sum(dtype=np.float64)) / level if level else 0.0
-        if self._size(atoms.size, int(exact.sum()), expected) >= 4 * x.size:
+        others = float(np.minimum(magnitudes, np.float32(level)).sum(dtype=np.float64)) / level - exact.sum() if level else 0.0
+        if self._size(atoms.size, int(exact.sum()), others) >= 4 * x.size:
             return dense_payload(x)
         exact_places, drawn_places = np.flatnonzero(exact), np.flatnonzero(drawn)
         payload = np.concatenate(
@@ -196,11 +201,13 @@ class Entrywise(Atoms):
         return self.HEADER + (min(n, exact * width) + 32 * exact + min(n, drawn * width) + drawn) / 8
 
     def _level(self, magnitudes: Array) -> float:
-        expected, in_order = self._expected_atoms(magnitudes), kernels.ordered(magnitudes)
+        expected, n = self._expected_atoms(magnitudes), magnitudes.size
         if expected is not None:
-            return kernels.water_level(in_order, expected)
-        wanted, n = self._bytes(magnitudes.size), magnitudes.size
-        level, low, high = 0.0, 0.0, float(in_order.descending.size)  # of the number of atoms: more of them, more bytes
+            return water_level(magnitudes, expected)
+        wanted = self._bytes(n)
+        most = min(n, int(8 * wanted / (1 + min(places.width(n), 1))))  # a place and a sign take so many bits at least
+        in_order = kernels.ordered(magnitudes, kernels.top_k(magnitudes, most))
+        level, low, high = 0.0, 0.0, float(min(most, in_order.nonzeros))  # of the number of atoms: more of them, more bytes
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             level = kernels.water_level(in_order, middle) if middle else 0.0

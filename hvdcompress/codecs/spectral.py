@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .. import kernels
 from ..core import Array, Bytes
 from ..errors import PayloadError
-from .atoms import COUNT_BYTES, DENSE, Atoms, count_bytes, decode_dense, dense_payload, level_noise, read_count
+from .atoms import COUNT_BYTES, DENSE, Atoms, count_bytes, decode_dense, dense_payload, level_noise, read_count, water_level
 from .codec import Encoded
 
 RESHAPES = ("out", "paper")
@@ -80,7 +80,7 @@ class Spectral(Atoms):
         if not kernels.all_finite(sigmas):
             return dense_payload(x)
         expected = self._expected_atoms(sigmas)
-        level = kernels.water_level(kernels.ordered(sigmas), self._expected(m, n) if expected is None else expected)
+        level = water_level(sigmas, self._expected(m, n) if expected is None else expected)
         probabilities = np.minimum(1.0, sigmas / level) if level else (sigmas > 0).astype(np.float64)
         if self._size(m, n, float(probabilities.sum())) >= 4 * x.size:
             return dense_payload(x)

@@ -21,21 +21,26 @@ FINE = 1 << 100  # fixed point of the cosines
 
 
 class Ordered(NamedTuple):
-    """Magnitudes in descending order, without zeros.
+    """The largest magnitudes in descending order.
 
     Attributes:
-        descending: float64[n], |lambda_1| >= |lambda_2| >= ...
-        left: float64[n], the sum of |lambda_j| over j >= i.
+        descending: float64[k], |lambda_1| >= |lambda_2| >= ...
+        left: float64[k], the sum of |lambda_j| over j >= i, to the last of all.
+        nonzeros: how many there are in all.
     """
 
     descending: NDArray[np.float64]
     left: NDArray[np.float64]
+    nonzeros: int
 
 
-def ordered(magnitudes: Array) -> Ordered:
-    """Puts float32[...] of |lambda_i| in order."""
-    descending = np.sort(magnitudes[magnitudes > 0])[::-1].astype(np.float64)
-    return Ordered(descending, np.cumsum(descending[::-1])[::-1])
+def ordered(magnitudes: Array, largest: NDArray[np.int64]) -> Ordered:
+    """Puts in order float32[n] of |lambda_i|, of which int64[k] are the places of the largest, as of `top_k`."""
+    rest = magnitudes.copy()
+    rest[largest] = 0
+    descending = np.sort(magnitudes[largest])[::-1].astype(np.float64)
+    left = rest.sum(dtype=np.float64) + np.cumsum(descending[::-1])[::-1]
+    return Ordered(descending, left, np.count_nonzero(magnitudes))
 
 
 def water_level(magnitudes: Ordered, budget: float) -> float:
@@ -44,6 +49,7 @@ def water_level(magnitudes: Ordered, budget: float) -> float:
     Of all probabilities with that sum, these have the least variance, sum lambda_i^2 (1 / p_i - 1).
 
     Args:
+        magnitudes: at least as many of the largest ones as the budget.
         budget: expected number of atoms, positive; may be fractional, and less than one.
 
     Returns:
@@ -52,7 +58,7 @@ def water_level(magnitudes: Ordered, budget: float) -> float:
     Source: H. Wang, S. Sievert, Z. Charles, S. Liu, S. Wright, D. Papailiopoulos, "ATOMO: Communication-efficient Learning
     via Atomic Sparsification", 2018, Algorithm 1 and Theorem 1.
     """
-    if budget >= magnitudes.descending.size:
+    if budget >= magnitudes.nonzeros:
         return 0.0
     k = math.ceil(budget)  # no more than that many atoms can have p = 1
     room = budget - np.arange(k)

@@ -209,13 +209,25 @@ inline std::uint64_t block_key(std::uint64_t key, std::uint64_t number) {
     return z ^ (z >> 31);
 }
 
+// The draw of an element at `place` of a block; `choose` has it again in vectors.
+inline float uniform(std::uint64_t key, std::uint32_t place) {
+    std::uint32_t h = (place * 0x9E3779B1u) ^ static_cast<std::uint32_t>(key);
+    h ^= h >> 16;
+    h *= 0x85EBCA6Bu;
+    h ^= static_cast<std::uint32_t>(key >> 32);
+    h ^= h >> 13;
+    h *= 0xC2B2AE35u;
+    h ^= h >> 16;
+    return static_cast<float>(static_cast<std::int32_t>(h >> 9)) * 0x1p-23f + 0x1p-24f;
+}
+
 struct Chosen {
     std::uint64_t mask, negative;  // bit i: element i is not zero; it is negative
 };
 
 // Up to 64 elements of a block with scale `scale`, the first of them the block's element `place`.
 inline Chosen choose(const float* x, unsigned n, float scale, std::uint64_t key, std::uint32_t place) {
-    const std::uint32_t low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
+    [[maybe_unused]] const std::uint32_t low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
     std::uint64_t mask = 0, negative = 0;
 #if defined(__AVX512F__)
     const __m512i lanes = _mm512_mullo_epi32(
@@ -270,14 +282,7 @@ inline Chosen choose(const float* x, unsigned n, float scale, std::uint64_t key,
     }
 #else
     for (unsigned i = 0; i < n; ++i) {
-        std::uint32_t h = ((place + i) * 0x9E3779B1u) ^ low;
-        h ^= h >> 16;
-        h *= 0x85EBCA6Bu;
-        h ^= high;
-        h ^= h >> 13;
-        h *= 0xC2B2AE35u;
-        h ^= h >> 16;
-        const float u = static_cast<float>(h >> 9) * 0x1p-23f + 0x1p-24f;
+        const float u = uniform(key, place + i);
         const float size = flush(float_of(bits_of(x[i]) & kMagnitude));
         mask |= std::uint64_t{!(u * scale >= size)} << i;
         negative |= std::uint64_t{x[i] < 0.0f} << i;
@@ -402,16 +407,8 @@ inline Place place_of(float magnitude, float norm, float levels) {
 // Codes of n <= 64 elements of a block with a norm that is a positive number, the first of them the block's element `place`.
 inline void round_to_levels(std::int32_t* codes, const float* x, unsigned n, float norm, float levels, std::uint64_t key,
                             std::uint32_t place) {
-    const std::uint32_t low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
     for (unsigned i = 0; i < n; ++i) {
-        std::uint32_t h = ((place + i) * 0x9E3779B1u) ^ low;
-        h ^= h >> 16;
-        h *= 0x85EBCA6Bu;
-        h ^= high;
-        h ^= h >> 13;
-        h *= 0xC2B2AE35u;
-        h ^= h >> 16;
-        const float u = static_cast<float>(static_cast<std::int32_t>(h >> 9)) * 0x1p-23f + 0x1p-24f;
+        const float u = uniform(key, place + i);
         const Place at = place_of(float_of(bits_of(x[i]) & kMagnitude), norm, levels);
         const std::int32_t code = at.whole + (u < at.fraction ? 1 : 0);
         codes[i] = x[i] < 0.0f ? -code : code;
@@ -659,6 +656,16 @@ void divide(float* out, const float* x, float divisor, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) out[i] = flush(flush(x[i]) / divisor);
 }
 
+void draw_atoms(std::uint8_t* __restrict chosen, const float* __restrict magnitudes, std::size_t n, double level, std::uint64_t key,
+                std::size_t place) {
+    const std::uint64_t coarse = block_key(key, 0), fine = block_key(key, 1);
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t at = static_cast<std::uint32_t>(place + i);
+        const double u = uniform(coarse, at) + (uniform(fine, at) - 0.5) * 0x1p-23;
+        chosen[i] = (u * level < magnitudes[i]) & (magnitudes[i] > 0.0f);
+    }
+}
+
 void product_row(float* __restrict out, const float* __restrict a, const float* __restrict b, std::size_t inner, std::size_t n) {
     for (std::size_t j = 0; j < n; ++j) out[j] = 0;
     for (std::size_t i = 0; i < inner; ++i) {
@@ -716,7 +723,7 @@ double ternary_noise(const float* x, std::size_t n, std::size_t block, bool byte
 #define HVDCOMPRESS_NAME_OF(isa) HVDCOMPRESS_NAME(isa)
 extern const Kernels HVDCOMPRESS_ISA = {
     HVDCOMPRESS_NAME_OF(HVDCOMPRESS_ISA), all_finite, sum_of_squares, add_term, divide, ternary_encode, ternary_decode_add, sketch_accumulate, sketch_estimate, at_least, ternary_noise,
-    levels_encode, largest_code, levels_decode_add, levels_noise, product_row, add_scaled,
+    levels_encode, largest_code, levels_decode_add, levels_noise, draw_atoms, product_row, add_scaled,
 };
 
 }  // namespace hvdcompress

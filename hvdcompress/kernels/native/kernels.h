@@ -45,6 +45,8 @@ struct Kernels {
     std::size_t (*levels_decode_add)(float* out, std::size_t n, std::size_t block, unsigned levels, float factor,
                                      const std::uint8_t* norms, const std::uint8_t* codes, std::size_t codes_bytes);
     double (*levels_noise)(const float* x, std::size_t n, std::size_t block, unsigned levels, bool l2);
+    // chosen[i]: whether atom i of `level` is drawn. The first is element `place` of the two blocks of draws.
+    void (*draw_atoms)(std::uint8_t* chosen, const float* magnitudes, std::size_t n, double level, std::uint64_t key, std::size_t place);
     // One row of a product: out[j] = sum over i of a[i] b[i][j], in order; b is flushed.
     void (*product_row)(float* out, const float* a, const float* b, std::size_t inner, std::size_t n);
     // out[i] = flush(flush(out[i]) + flush(factor * flush(x[i])))

@@ -286,6 +286,18 @@ double levels_noise(const py::array& x, std::size_t block, unsigned levels, bool
     return kernels->levels_noise(in.data, in.size, block, levels, l2);
 }
 
+py::array_t<bool> draw_atoms(const py::array& magnitudes, double level, std::uint64_t key) {
+    static_assert(sizeof(bool) == 1, "NumPy's bool is a byte");
+    const auto in = floats(magnitudes, "magnitudes");
+    py::array_t<bool> chosen(static_cast<py::ssize_t>(in.size));
+    auto* out = reinterpret_cast<std::uint8_t*>(chosen.mutable_data());
+    py::gil_scoped_release release;
+    in_parallel(in.size, kPiece, 4, [&](std::size_t, std::size_t begin, std::size_t end) {
+        kernels->draw_atoms(out + begin, in.data + begin, end - begin, level, key, begin);
+    });
+    return chosen;
+}
+
 struct Matrix {
     std::size_t rows, columns;
 };
@@ -444,6 +456,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("levels_encode", &levels_encode);
     m.def("levels_decode_add", &levels_decode_add);
     m.def("levels_noise", &levels_noise);
+    m.def("draw_atoms", &draw_atoms);
     m.def("product", &product);
     m.def("add_outer", &add_outer);
     m.def("sketch_accumulate", &sketch_accumulate);

@@ -81,7 +81,7 @@ class Stats(NamedTuple):
         last, total: bytes of the last step, and of all.
         seconds: spent in all to encode, to wait for collectives, to decode.
         metrics: figures of the last committed step by their names in the method, averaged over the buckets by size;
-            of DORE, the noise of each compression relative to ||gradient||^2 and the shares of non-zeros.
+            the noise of each code relative to ||gradient||^2 and the shares that were sent.
     """
 
     steps: int = 0

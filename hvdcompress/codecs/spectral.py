@@ -51,7 +51,7 @@ class Spectral(Atoms):
     >>> bool(np.allclose(out, x, rtol=1e-4))
     True
 
-    Source: as of `Atoms`, section 4; the Gram matrix is this project's choice.
+    Source: as of `Atoms` (Spectral-ATOMO); the Gram matrix is this project's choice.
     """
 
     number: ClassVar[int] = 8

@@ -56,7 +56,7 @@ def water_level(magnitudes: Ordered, budget: float) -> float:
         M, or 0.0 if the budget is enough for every atom that is not zero.
 
     Source: H. Wang, S. Sievert, Z. Charles, S. Liu, S. Wright, D. Papailiopoulos, "ATOMO: Communication-efficient Learning
-    via Atomic Sparsification", 2018, Algorithm 1 and Theorem 1.
+    via Atomic Sparsification", 2018 (the ATOMO probabilities).
     """
     if budget >= magnitudes.nonzeros:
         return 0.0

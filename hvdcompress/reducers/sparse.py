@@ -16,7 +16,25 @@ from .channel import Channel
 
 
 @dataclass(frozen=True)
-class LocalTopK(Accumulation):
+class _Largest(Accumulation):
+    """The options of both: how many coordinates, and what is not selected from."""
+
+    ratio: float = 0.01
+    k: int | None = None
+    momentum: float = 0.9
+    exact_below: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        TopK(self.ratio, self.k)
+
+    @property
+    def _codec(self) -> TopK:
+        return TopK(self.ratio, self.k)
+
+
+@dataclass(frozen=True)
+class LocalTopK(_Largest):
     """Each rank sends the k largest coordinates of its own v; G is the mean of what is sent.
 
     Payload: see `TopK`, (W - 1) payloads a rank; and the exact tensors' v by allreduce. G has up to W k coordinates, so
@@ -47,19 +65,6 @@ class LocalTopK(Accumulation):
         use="few ranks",
     )
 
-    ratio: float = 0.01
-    k: int | None = None
-    momentum: float = 0.9
-    exact_below: int = 1000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        TopK(self.ratio, self.k)
-
-    @property
-    def _codec(self) -> TopK:
-        return TopK(self.ratio, self.k)
-
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
         return Stage(AllGather), Stage(AllReduce, split_of(layout, self.exact_below).exact)
 
@@ -89,7 +94,7 @@ class LocalTopK(Accumulation):
 
 
 @dataclass(frozen=True)
-class TrueTopK(Accumulation):
+class TrueTopK(_Largest):
     """The k largest coordinates of the mean v, which is summed whole: what Sketched-SGD approximates.
 
     Payload: float32[d] by allreduce: it compresses nothing, and is there to compare with. Bias: a contraction with error
@@ -115,15 +120,6 @@ class TrueTopK(Accumulation):
         use="comparison: what a perfect sketch would do",
     )
 
-    ratio: float = 0.01
-    k: int | None = None
-    momentum: float = 0.9
-    exact_below: int = 1000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        TopK(self.ratio, self.k)
-
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
         return (Stage(AllReduce, layout.size),)
 
@@ -133,5 +129,5 @@ class TrueTopK(Accumulation):
     def select(self, v: Array, split: Split, state: State, step: Step) -> Selecting:
         mean = kernels.divide((yield AllReduce(v, "sum")), state.group.size)
         x, exact = split.selectable_of(mean), split.exact_of(mean)
-        chosen = kernels.top_k(x, TopK(self.ratio, self.k).chosen(x.size))
+        chosen = kernels.top_k(x, self._codec.chosen(x.size))
         return Selection(chosen, x[chosen], chosen, exact, 4 * (x.size + chosen.size) + 8 * exact.size, kernels.all_finite(mean))

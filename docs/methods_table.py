@@ -1,11 +1,11 @@
-"""Writes the tables of docs/methods.md from the registries: `python docs/methods_table.py`. A test checks them."""
+"""Writes the tables of docs/methods.md from the registry: `python docs/methods_table.py`. A test checks them."""
 
 from __future__ import annotations
 
 import inspect
 from pathlib import Path
 
-from hvdcompress import Group, Layout, codecs, make, methods
+from hvdcompress import Group, Layout, make, methods
 from hvdcompress.core import Reducer
 from hvdcompress.reducers import Dense
 
@@ -33,9 +33,7 @@ def table() -> str:
         shares = [f"{_share(method, ranks):.2%}" for ranks in RANKS]
         kept = sum(a.size for a in method.init(LAYOUT, Group(0, RANKS[1])).arrays.values()) / LAYOUT.size
         figures.append(f"| `{name}` | {' | '.join(shares)} | {kept:.3g} | {_options(maker)} |")
-    numbers = ["| codec | number in frames | options |", "|---|---:|---|"]
-    numbers += [f"| `{name}` | {codec.number} | {_options(codec)} |" for name, codec in codecs.codecs.items()]
-    return "\n".join([*words, "", *figures, "", *numbers])
+    return "\n".join([*words, "", *figures])
 
 
 def _share(method: Reducer, ranks: int) -> float:

@@ -114,6 +114,7 @@ class Session:
         self.abandoned = 0  # steps
         self.last, self.total = traffic.Traffic(), traffic.Traffic()
         self.metrics: dict[str, float] = {}
+        self._bucket_metrics: list[Mapping[str, float]] = []
         self.seconds = dict.fromkeys(("encode", "wait", "decode"), 0.0)
         self._unreported: BaseException | None = None
         self._restarts = 0
@@ -125,6 +126,11 @@ class Session:
         self._verdict: bool | CompressionError = False
         self._runs: dict[int, _Run] = {}
         self._sent = traffic.Traffic()
+
+    def predicted_bytes(self) -> float:
+        """Bytes that a rank sends for the buckets in a step, as the method has it; by the last step's metrics, once there are."""
+        metrics = self._bucket_metrics or [{}] * len(self.layouts)
+        return sum(self.reducer.wire_bytes(layout, self.group, own) for layout, own in zip(self.layouts, metrics))
 
     def unsaved(self) -> list[int]:
         """The buckets for which the method is predicted to send no fewer bytes than a dense allreduce; none for one rank."""
@@ -159,7 +165,8 @@ class Session:
                 raise CompressionError(f"the saved memory has no {name} of {array.dtype}{list(array.shape)}")
             if not np.isfinite(arrays[name]).all() and name.split(".")[-1] != "lr":
                 raise CompressionError(f"the saved memory is not finite in {name}")
-        self.committed = int(state["step"])
+        self.committed, self._unreported = int(state["step"]), None
+        self._begin()
         self.states = [
             bucket._replace(arrays={name: arrays[f"{number}.{name}"].copy() for name in bucket.arrays})
             for number, bucket in enumerate(self.states)
@@ -262,7 +269,8 @@ class Session:
             return None
         self.states = [outcome.state for outcome in outcomes]
         self.committed += 1
-        self.metrics = self._averaged([outcome.metrics for outcome in outcomes])
+        self._bucket_metrics = [outcome.metrics for outcome in outcomes]
+        self.metrics = self._averaged(self._bucket_metrics)
         paper = traffic.Traffic(paper=sum(outcome.paper_bytes for outcome in outcomes))
         self.last, self.total = self.last + paper, self.total + paper
         return [outcome.mean for outcome in outcomes]

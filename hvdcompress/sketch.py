@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kernels
+from . import kernels, options
 from .core import Array
 
 LARGEST_TILE = 256  # entries that are hashed together: the fastest, and it costs no accuracy
@@ -49,13 +49,16 @@ class CountSketch:
     key: int = 0
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.rows % 2 == 0:
+        options.whole("rows", self.rows, 1)
+        if self.rows % 2 == 0:
             raise ValueError(
                 f"rows must be odd, not {self.rows}: the median of an even number of estimates is biased or between two"
             )
-        if self.tile < 1 or self.tile & (self.tile - 1):
+        options.whole("tile", self.tile, 1)
+        options.whole("columns", self.columns, 1)
+        if self.tile & (self.tile - 1):
             raise ValueError(f"tile must be a power of two, not {self.tile}")
-        if self.columns < 1 or self.columns % self.tile:
+        if self.columns % self.tile:
             raise ValueError(f"columns must be a positive multiple of tile ({self.tile}), not {self.columns}")
 
     @property

@@ -53,8 +53,8 @@ def build(kind: str, registry: Mapping[str, Callable[..., T]], text: str, furthe
 
 
 def _value(text: str) -> Any:
-    """A number, True, False or None where the text is one; else the text."""
+    """A number, True, False or None where the text is one, in capitals or not; else the text."""
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError):
         return text

@@ -240,6 +240,52 @@ def test_a_budget_in_bytes_is_kept_on_the_average(atoms: str) -> None:
         assert_array_equal(ratio.encode(x, 1).payload, codec.encode(x, 1).payload)
 
 
+def test_equal_magnitudes_cost_a_sign_each() -> None:
+    """As of gradients clipped by value: whether they are at the level or next to it, the budget is kept."""
+    for ties, share in ((800, 0.06), (1000, 0.05), (64, 0.1)):
+        x = heavy(1000, 1) * np.float32(0.01)
+        x[:ties] = np.where(np.arange(ties) % 2, 1.0, -1.0)
+        sizes = [Entrywise(share, "ratio").encode(x, kernels.derive_key(seed)).payload.size for seed in range(100)]
+        assert np.mean(sizes) <= 4000 * share + 5 * np.std(sizes) / 10 + 2, f"{ties} ties: {np.mean(sizes)}"
+
+
+def test_what_overflows_is_sent_as_it_is() -> None:
+    """A level beyond float32 must not come to zero in silence."""
+    x = np.full(10_000, 2e35, np.float32)
+    for codec, given in (
+        (Entrywise(), x),
+        (Entrywise(1e-35), heavy(1000) * 1e6),
+        (Spectral(1e-6), x.reshape(100, 100)),
+    ):
+        assert_array_equal(decode(codec, codec.encode(given, 1).payload, given.shape), given, f"{codec}")
+
+
+def test_clipping_leaves_a_tensor_without_spread_alone() -> None:
+    for x in (np.float32([3.0]), np.full(40, 0.25, np.float32), np.zeros(5, np.float32)):
+        assert_array_equal(kernels.clipped(x, 1.0), x)
+    x = heavy(1000)
+    assert_allclose(kernels.clipped(x, 2.5), np.clip(x, -2.5 * x.std(), 2.5 * x.std()), rtol=1e-2)
+
+
+def test_too_many_atoms_are_refused() -> None:
+    for shape, count in (((2, 3), 50), ((0, 0), 3_000_000), ((0,), 1)):
+        size = 0 if not all(shape) else count * 4 * 5
+        payload = np.concatenate([np.array([count], "<u4").view(np.uint8), np.zeros(size, np.uint8)])
+        with pytest.raises(PayloadError):
+            Spectral().decode_add(payload, np.zeros(shape, np.float32))
+    twice = np.concatenate(
+        [
+            np.array([1, 1], "<u4").view(np.uint8),
+            np.float32([7]).view(np.uint8),
+            np.uint8([0]),
+            np.float32([2]).view(np.uint8),
+            np.uint8([0, 0]),
+        ]
+    )
+    with pytest.raises(PayloadError, match="twice"):
+        Entrywise().decode_add(twice, np.zeros(5, np.float32))
+
+
 def test_halves_are_their_own_means() -> None:
     x = np.concatenate([np.linspace(-1, 1, 401), np.logspace(-9, 0, 200), [0.0, 2.0**-24, -(2.0**-14)]]).astype(np.float32)
     draws = np.stack([kernels.to_halves(x, kernels.derive_key(key)).astype(np.float64) for key in range(4000)])
@@ -341,6 +387,17 @@ def test_digits_of_all_ranks_can_be_summed(ranks: int) -> None:
         ("gather:codec=zip", "there is no codec 'zip'"),
         ("local_topk:k=0", "k must"),
         ("mem_sgd:exchange=ring", "exchange"),
+        ("dore:rescale=maybe", "rescale"),
+        ("dore:uplink=0", "codec"),
+        ("sketch:k=2.5", "k must"),
+        ("sketch:P=1.5", "P must"),
+        ("sketch:exact_below=abc", "exact_below"),
+        ("local_topk:momentum=abc", "momentum"),
+        ("topk:ratio=abc", "ratio"),
+        ("topk:ratio=True", "ratio"),
+        ("atomo:budget=True", "budget"),
+        ("terngrad:clip=1e999", "clip"),
+        ("gather:codec=5", "codec"),
     ],
 )
 def test_bad_options_are_named(method: str, named: str) -> None:

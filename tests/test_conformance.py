@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
+import numpy as np
 import pytest
 from conforming import CODECS, METHODS
 
 from hvdcompress import codecs, make, methods, testing
-from hvdcompress.codecs import PerTensor
+from hvdcompress.codecs import Encoded, Levels, PerTensor
 
-# What is lost for good by design: both put an estimate, collisions and all, in the place of what they take away.
-BIASED = {"fetchsgd:k=200,columns=8192,exact_below=10,momentum=0.5", "sketch:ratio=0.5,P=0,exact_below=10,momentum=0.5"}
+# What is lost for good by design: estimates, collisions and all, in the place of what they take away.
+BIASED = {"sketch:ratio=0.5,P=0,exact_below=10,momentum=0.5"}
 
 
 @pytest.mark.parametrize("check", testing.method_checks)
@@ -43,6 +47,63 @@ def test_codecs_have_numbers_of_their_own() -> None:
         ("fetchsgd:ratio=0.1,exact_below=10,momentum=0.5", "comes_to_the_mean"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:topk.*is biased:RuntimeWarning")
 def test_the_checks_find_a_bias(text: str, check: str) -> None:
     with pytest.raises(AssertionError, match="ranks"):
         testing.method_checks[check](make(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(Levels):
+    """A codec with a fault."""
+
+    fault: str = "none"
+
+    @property
+    def number(self) -> int:
+        return {"number": 2}.get(self.fault, 200)
+
+    def encode(self, x: np.ndarray, key: int, start: int = 0) -> Encoded:
+        payload, noise = super().encode(x, key if self.fault != "not drawn" else 1, start if self.fault != "start" else 0)
+        if self.fault == "noise":
+            noise *= 1.5
+        if self.fault == "hides NaN" and not np.isfinite(x).all():
+            return super().encode(np.zeros_like(x), key, start)
+        return Encoded(payload, noise)
+
+    def decode_add(self, payload: np.ndarray, out: np.ndarray, factor: float = 1.0) -> float:
+        if self.fault == "length":
+            payload = np.append(payload, np.zeros(len(self.encode(out, 0).payload), np.uint8))[: len(self.encode(out, 0).payload)]
+        if self.fault == "zero":
+            return 0.0
+        if self.fault == "biased":
+            factor *= 0.9
+        if self.fault == "overwrites":
+            out[...] = 0
+        return super().decode_add(payload, out, factor)
+
+    def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
+        return super().expected_bytes(shape, density) + (0 if self.fault != "size" else 1 + 0.1 * math.prod(shape))
+
+
+@pytest.mark.parametrize(
+    "fault", ["number", "zero", "not drawn", "start", "noise", "hides NaN", "length", "biased", "overwrites", "size"]
+)
+def test_the_checks_find_a_fault(fault: str) -> None:
+    """Each in turn; and none in what has none."""
+    testing.check_codec(Wrong(levels=2, block=64))
+    with pytest.raises((AssertionError, ValueError)):
+        testing.check_codec(Wrong(levels=2, block=64, fault=fault))
+
+
+@pytest.mark.parametrize("bad", ["zip", Levels, 42, None])
+def test_what_is_no_codec_is_told(bad: object) -> None:
+    with pytest.raises(ValueError, match="codec"):
+        make("gather", codec=bad)
+
+
+def test_a_biased_codec_without_feedback_warns() -> None:
+    with pytest.warns(RuntimeWarning, match="topk:ratio=0.1 is biased, and what it leaves out is lost"):
+        make("gather:codec=topk:ratio=0.1")
+    with pytest.raises(ValueError, match="other bytes on another processor"):
+        make("gather:downlink=entrywise")

@@ -16,7 +16,7 @@ from hvdcompress import methods
 PACKAGE = ROOT / "hvdcompress"
 # Each layer may import itself and the layers before it.
 LAYERS = [
-    ("errors", "settings", "spec"),
+    ("errors", "settings", "spec", "options"),
     ("core",),
     ("kernels", "frame"),
     ("codecs", "sketch"),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from hvdcompress import CompressionError, Dense, Dore, Group, Layout, MismatchError
+from hvdcompress import CompressionError, Dense, Dore, Group, Layout, MismatchError, make
 from hvdcompress.core import AllGather, AllReduce
 from hvdcompress.drivers.simulate import Simulation
-from hvdcompress.session import Session
+from hvdcompress.session import STATUS_BYTES, Session
 
 LAYOUTS = [Layout.of([("a", (50, 7))], 0), Layout.of([("b", (300,))], 1)]
 EXCHANGES = pytest.mark.parametrize("exchange", ["allgather", "sharded"])
@@ -217,3 +217,37 @@ def test_a_rank_that_begins_while_another_is_training_is_told_so() -> None:
     assert not old.agree(records)
     with pytest.raises(MismatchError, match="rank 1 is before its first step and rank 0 is not"):
         old.finish()
+
+
+def test_a_loaded_memory_forgets_a_failure() -> None:
+    layout = Layout.of([("w", (40,))])
+
+    def cut(bucket: int, stage: int, asked: list) -> None:
+        if spoiling:
+            asked[0] = asked[0]._replace(payload=asked[0].payload[:-1])
+
+    spoiling = []
+    simulation = Simulation(make("topk:ratio=0.1,exchange=allgather"), layout, 2, tamper=cut)
+    given = [[np.arange(40, dtype=np.float32)]] * 2
+    simulation.step(given)
+    saved = [session.state_dict() for session in simulation.sessions]
+    spoiling.append(True)
+    with pytest.raises(CompressionError):
+        simulation.step(given)
+    spoiling.clear()
+    for session, state in zip(simulation.sessions, saved):
+        session.load_state_dict(state)
+    assert simulation.step(given) is not None
+
+
+def test_bytes_are_predicted_bucket_by_bucket() -> None:
+    """Their densities do not mean the same where their shapes differ."""
+    layouts = [Layout.of([("w", shape)], bucket) for bucket, shape in enumerate([(512, 8), (64, 64), (1, 4096)])]
+    simulation = Simulation(make("atomo:budget=2,exchange=allgather"), layouts, 3)
+    for step in range(4):
+        rng = np.random.default_rng(step)
+        simulation.step([[rng.normal(size=layout.size).astype(np.float32) for layout in layouts] for _ in range(3)])
+        session = simulation.sessions[0]
+        sent = np.mean([s.last.wire for s in simulation.sessions]) - 2 * STATUS_BYTES
+        if step:
+            assert abs(session.predicted_bytes() / sent - 1) < 0.01

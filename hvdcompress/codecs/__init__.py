@@ -54,5 +54,15 @@ def make(text: str, **options: object) -> Codec:
 
 
 def codec_of(codec: Codec | str) -> Codec:
-    """A codec, or what its name with options makes."""
-    return make(codec) if isinstance(codec, str) else codec
+    """A codec, or what its name with options makes.
+
+    Raises:
+        ValueError: it is neither, or has no number of its own.
+    """
+    if isinstance(codec, str):
+        return make(codec)
+    if isinstance(codec, type) or not all(hasattr(codec, name) for name in ("encode", "decode_add", "alignment", "number")):
+        raise ValueError(f"a codec must be an object such as Ternary(), or a name with options, not {codec!r}")
+    if not 1 <= codec.number <= 254:
+        raise ValueError(f"a codec's number must be from 1 to 254, and {codec} has {codec.number}")
+    return codec

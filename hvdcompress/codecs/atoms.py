@@ -10,14 +10,14 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import kernels
+from .. import kernels, options
 from ..core import Array, Bytes
 from ..errors import PayloadError
 from . import places
 from .codec import Encoded
 
 UNITS = ("atoms", "bytes", "ratio")
-NORMS = ("l2", "max")
+NORM_BUDGETS = ("l2", "max")
 DENSE = 0xFFFFFFFF  # in place of a number of atoms: the tensor itself follows
 COUNT_BYTES = 4
 LEAST_BYTES = 32
@@ -46,19 +46,19 @@ class Atoms:
     via Atomic Sparsification", 2018.
     """
 
+    unbiased: ClassVar[bool] = True
+    portable: ClassVar[bool] = False  # sums and factors are NumPy's, BLAS's and LAPACK's
+
     budget: float | str = 3.0
     unit: str = "atoms"
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
-            raise ValueError(f"unit must be one of {', '.join(map(repr, UNITS))}, not {self.unit!r}")
+        options.choice("unit", self.unit, UNITS)
         if isinstance(self.budget, str):
-            if self.budget not in NORMS:
-                raise ValueError(f"budget must be a number, 'l2' or 'max', not {self.budget!r}")
-        elif not (isinstance(self.budget, (int, float)) and 0 < self.budget < math.inf):
-            raise ValueError(f"budget must be a positive number, 'l2' or 'max', not {self.budget!r}")
-        elif self.unit == "bytes" and self.budget < LEAST_BYTES:
-            raise ValueError(f"a budget in bytes must be at least {LEAST_BYTES}, not {self.budget!r}")
+            options.choice("budget", self.budget, ("a number", *NORM_BUDGETS))
+        else:
+            in_bytes = self.unit == "bytes"
+            options.number(f"budget in {self.unit}", self.budget, LEAST_BYTES if in_bytes else 0, above=not in_bytes)
 
     @property
     def alignment(self) -> int:
@@ -71,7 +71,8 @@ class Atoms:
         if not isinstance(self.budget, str):
             return None
         total = float(magnitudes.sum(dtype=np.float64))
-        norm = math.sqrt(kernels.sum_of_squares(magnitudes)) if self.budget == "l2" else float(magnitudes.max(initial=0))
+        squares = float(np.square(magnitudes, dtype=np.float64).sum())
+        norm = math.sqrt(squares) if self.budget == "l2" else float(magnitudes.max(initial=0))
         return total / norm if norm else 1.0
 
     def _bytes(self, n: int) -> float:
@@ -108,7 +109,14 @@ def read_count(payload: Bytes, at: int = 0) -> int:
 
 def water_level(magnitudes: Array, budget: float) -> float:
     """M for float32[n] of |lambda_i| and a number of atoms."""
-    return kernels.water_level(kernels.ordered(magnitudes, kernels.top_k(magnitudes, math.ceil(budget))), budget)
+    most = min(magnitudes.size, math.ceil(budget))
+    return kernels.water_level(kernels.ordered(magnitudes, kernels.top_k(magnitudes, most)), budget)
+
+
+def _float32(x: float) -> float:
+    """x as the nearest float32, or infinite."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(x))
 
 
 def level_noise(magnitudes: Array, level: float) -> float:
@@ -121,8 +129,8 @@ def level_noise(magnitudes: Array, level: float) -> float:
 class Entrywise(Atoms):
     """The elements themselves as atoms.
 
-    Payload: uint32 each, how many elements have p = 1 and how many others were drawn; float32 M, the magnitude that all
-    of the latter get; the places of the former (a bit an element or ceil(log2 n) bits each, whichever is smaller) and
+    Payload: uint32 each, how many elements are larger than M and how many others were drawn; float32 M, the magnitude that
+    all of the latter get; the places of the former (a bit an element or ceil(log2 n) bits each, whichever is smaller) and
     float32 each; the places of the latter and a bit each (1: negative). Bias: none. Memory: none.
 
     >>> import numpy as np
@@ -135,15 +143,17 @@ class Entrywise(Atoms):
 
     number: ClassVar[int] = 6
 
-    HEADER: ClassVar[int] = 12
+    HEADER_BYTES: ClassVar[int] = 12
 
     def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
         atoms = self._analysed(kernels.weighted_sum((1.0, x.reshape(-1))))  # without subnormal numbers
         magnitudes = np.abs(atoms)
         if not kernels.all_finite(magnitudes):
             return dense_payload(x)
-        level = float(np.float32(self._level(magnitudes)))
-        exact = (magnitudes >= level) & (magnitudes > 0)
+        level = self._level(magnitudes)
+        if not math.isfinite(level):
+            return dense_payload(x)
+        exact = magnitudes > level  # an element that is M itself is drawn for certain, and costs a sign only
         drawn = kernels.draw_atoms(magnitudes, level, key) & ~exact if level else np.zeros(atoms.size, bool)
         others = float(np.minimum(magnitudes, np.float32(level)).sum(dtype=np.float64)) / level - exact.sum() if level else 0.0
         if self._size(atoms.size, int(exact.sum()), others) >= 4 * x.size:
@@ -165,32 +175,35 @@ class Entrywise(Atoms):
         n = out.size
         if read_count(payload) == DENSE:
             decode_dense(payload, out, factor)
-            return (payload.size - self.HEADER) / max(1, 4 * out.size)
+            return (payload.size - COUNT_BYTES) / max(1, 4 * out.size)
         exact, drawn = read_count(payload), read_count(payload, 4)
-        sizes = [self.HEADER, places.places_bytes(n, exact), 4 * exact, places.places_bytes(n, drawn), -(-drawn // 8)]
+        sizes = [self.HEADER_BYTES, places.places_bytes(n, exact), 4 * exact, places.places_bytes(n, drawn), -(-drawn // 8)]
         if max(exact, drawn) > n or payload.size != sum(sizes):
             raise PayloadError(
                 f"a payload of {exact} and {drawn} atoms among {n} has {sum(sizes)} bytes, not {payload.size}, and no more atoms"
             )
         head, where, values, others, signs = np.split(payload, np.cumsum(sizes)[:-1])
         exact_places, drawn_places = places.decode(where, n, exact), places.decode(others, n, drawn)
+        if np.intersect1d(exact_places, drawn_places, assume_unique=True).size:
+            raise PayloadError("a payload of atoms has some of them twice")
         atoms = kernels.zeros(n)
         atoms[exact_places] = np.ascontiguousarray(values).view("<f4")
         level = np.ascontiguousarray(head[8:]).view("<f4")[0]
         negative = np.unpackbits(signs, bitorder="little", count=drawn).astype(bool)
         atoms[drawn_places] = np.where(negative, -level, level)
         self._add_synthesis(atoms, np.union1d(exact_places, drawn_places), out.reshape(-1), factor)
-        return (sum(sizes) - self.HEADER) / max(1, 4 * out.size)
+        return (payload.size - COUNT_BYTES) / max(1, 4 * out.size)
 
     def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:
-        """The density is that of the payload's bytes after its header: 1 for as many as the tensor itself has."""
+        """The density is that of the payload's bytes after the count: 1 for as many as the tensor itself has."""
         n = math.prod(shape)
         if not n:
             return COUNT_BYTES
         if density is not None:
-            return self.HEADER + density * 4 * n
-        if isinstance(self.budget, str):
-            expected = self._size(n, 0, math.sqrt(2 * n / math.pi))  # of a Gaussian vector, by its Euclidean norm
+            return COUNT_BYTES + density * 4 * n
+        if isinstance(self.budget, str):  # of a Gaussian vector
+            norm = math.sqrt(n) if self.budget == "l2" else math.sqrt(2 * math.log(n + 1))
+            expected = self._size(n, 0, min(n, n * math.sqrt(2 / math.pi) / norm))
         else:
             expected = self._size(n, 0, min(n, self.budget)) if self.unit == "atoms" else self._bytes(n)
         return min(COUNT_BYTES + 4.0 * n, expected)
@@ -198,21 +211,26 @@ class Entrywise(Atoms):
     def _size(self, n: int, exact: float, drawn: float) -> float:
         """Bytes of a payload, before its parts are filled up to whole bytes."""
         width = places.width(n)
-        return self.HEADER + (min(n, exact * width) + 32 * exact + min(n, drawn * width) + drawn) / 8
+        return self.HEADER_BYTES + (min(n, exact * width) + 32 * exact + min(n, drawn * width) + drawn) / 8
 
     def _level(self, magnitudes: Array) -> float:
+        """M, a float32; infinite if it is too large for one."""
         expected, n = self._expected_atoms(magnitudes), magnitudes.size
         if expected is not None:
-            return water_level(magnitudes, expected)
+            return _float32(water_level(magnitudes, expected))
         wanted = self._bytes(n)
         most = min(n, int(8 * wanted / (1 + min(places.width(n), 1))))  # a place and a sign take so many bits at least
         in_order = kernels.ordered(magnitudes, kernels.top_k(magnitudes, most))
-        level, low, high = 0.0, 0.0, float(min(most, in_order.nonzeros))  # of the number of atoms: more of them, more bytes
+        low, high = 0.0, float(min(most, in_order.nonzeros))  # of the number of atoms: more of them, more bytes
+        level = _float32(kernels.water_level(in_order, high * 2.0**-BISECTIONS)) if high else 0.0
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            level = kernels.water_level(in_order, middle) if middle else 0.0
-            exact = float(np.searchsorted(-in_order.descending, -level, side="right"))
-            low, high = (middle, high) if self._size(n, exact, middle - exact) <= wanted else (low, middle)
+            tried = _float32(kernels.water_level(in_order, middle)) if middle else 0.0
+            exact = float(np.searchsorted(-in_order.descending, -tried, side="left"))  # larger than the level
+            if self._size(n, exact, middle - exact) <= wanted:
+                low, level = middle, tried
+            else:
+                high = middle
         return level
 
     def _analysed(self, x: Array) -> Array:
@@ -240,8 +258,7 @@ class Fourier(Entrywise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.block) is not int or not 1 <= self.block <= 4096:
-            raise ValueError(f"block must be a whole number of elements from 1 to 4096, not {self.block!r}")
+        options.whole("block", self.block, 1, 1024)
 
     def _analysed(self, x: Array) -> Array:
         rows = [kernels.product(part, np.ascontiguousarray(kernels.cosines(part.shape[1]).T)) for part in self._blocks(x)]

@@ -15,12 +15,23 @@ class Encoded(NamedTuple):
 
 
 class Codec(Protocol):
-    """A frozen dataclass of options with these members.
+    """A frozen dataclass of options, all of them hashable, with these members.
 
-    A tensor is contiguous and of any shape. Most codecs see its elements only, in order; some go by the shape.
+    A tensor is contiguous and of any shape. Most codecs see its elements only, in order; some go by the shape. An element
+    may be NaN or infinite, where a residual has overflowed: something then has to decode to what is not finite, and the
+    step is abandoned.
     """
 
-    number: ClassVar[int]  # names the codec in frames: from 1 to 254, its own, and never used again for another
+    number: ClassVar[int]
+    """Names the codec in frames: from 1 to 254, its own, and never used again for another. A new one is no new format."""
+
+    @property
+    def unbiased(self) -> bool:
+        """E decode(encode(x)) = x. Else it is a contraction, E||decode(encode(x)) - x||^2 < ||x||^2, and wants feedback."""
+
+    @property
+    def portable(self) -> bool:
+        """The same bytes on every processor: needed where each rank encodes the mean by itself."""
 
     @property
     def alignment(self) -> int:

@@ -27,6 +27,8 @@ class Identity:
     """
 
     number: ClassVar[int] = 1
+    unbiased: ClassVar[bool] = True
+    portable: ClassVar[bool] = True
 
     @property
     def alignment(self) -> int:

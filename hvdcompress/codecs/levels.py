@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .. import kernels
+from .. import kernels, options
 from ..core import Array, Bytes
 from .codec import Encoded
 from .norms import check_blocks
@@ -40,6 +40,8 @@ class Levels:
     """
 
     number: ClassVar[int] = 3
+    unbiased: ClassVar[bool] = True
+    portable: ClassVar[bool] = True
 
     levels: int = 7
     block: int = 512
@@ -47,8 +49,7 @@ class Levels:
 
     def __post_init__(self) -> None:
         check_blocks(self.block, self.norm)
-        if type(self.levels) is not int or not 1 <= self.levels < 1 << 15:
-            raise ValueError(f"levels must be a whole number from 1 to {(1 << 15) - 1}, not {self.levels!r}")
+        options.whole("levels", self.levels, 1, (1 << 15) - 1)
 
     @property
     def alignment(self) -> int:

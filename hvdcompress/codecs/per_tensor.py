@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from .. import kernels
-from ..core import Array, Bytes
+from ..core import Array, Bytes, Layout
 from ..errors import PayloadError
 from .codec import Codec, Encoded
 
@@ -29,6 +29,19 @@ class PerTensor:
     number: ClassVar[int] = 5
 
     parts: tuple[tuple[Codec, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, codec: Codec, layout: Layout) -> PerTensor:
+        """The same codec for every tensor of a bucket."""
+        return cls(tuple((codec, shape) for shape in layout.shapes))
+
+    @property
+    def unbiased(self) -> bool:
+        return all(codec.unbiased for codec, _ in self.parts)
+
+    @property
+    def portable(self) -> bool:
+        return all(codec.portable for codec, _ in self.parts)
 
     @property
     def alignment(self) -> int:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import kernels
+from .. import kernels, options
 from ..core import Array, Bytes
 from ..errors import PayloadError
 from .atoms import COUNT_BYTES, DENSE, Atoms, count_bytes, decode_dense, dense_payload, level_noise, read_count, water_level
@@ -63,13 +63,12 @@ class Spectral(Atoms):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, known in (("reshape", RESHAPES), ("factors", FACTORS), ("values", tuple(VALUES))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, not {getattr(self, name)!r}")
+            options.choice(name, getattr(self, name), known)
 
     def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
         matrix = kernels.weighted_sum((1.0, x.reshape(-1))).reshape(self.matrix(x.shape))  # without subnormal numbers
         m, n = matrix.shape
-        if not isinstance(self.budget, str) and self._size(m, n, self._expected(m, n)) >= 4 * x.size:
+        if not x.size or (not isinstance(self.budget, str) and self._size(m, n, self._expected(m, n)) >= 4 * x.size):
             return dense_payload(x)
         exponent = int(np.frexp(np.abs(matrix).max(initial=0))[1])  # squares must neither overflow nor vanish
         try:
@@ -85,7 +84,10 @@ class Spectral(Atoms):
         if self._size(m, n, float(probabilities.sum())) >= 4 * x.size:
             return dense_payload(x)
         drawn = np.flatnonzero(kernels.draw_atoms(sigmas, level, key))
-        coefficients = np.ldexp(np.maximum(sigmas[drawn], level), exponent).astype(np.float32)
+        with np.errstate(over="ignore"):
+            coefficients = np.ldexp(np.maximum(sigmas[drawn].astype(np.float64), level), exponent).astype(np.float32)
+        if not kernels.all_finite(coefficients):
+            return dense_payload(x)
         payload = np.concatenate([count_bytes(drawn.size), *self._packed(coefficients, u[drawn], v[drawn], key)])
         return Encoded(payload, math.ldexp(level_noise(sigmas, level), 2 * exponent))
 
@@ -95,7 +97,9 @@ class Spectral(Atoms):
         count = read_count(payload)
         if count == DENSE:
             decode_dense(payload, out, factor)
-            return (payload.size - COUNT_BYTES) / self._atom_bytes(m, n) / max(1, min(m, n))
+            return (payload.size - COUNT_BYTES) / max(1, self._atom_bytes(m, n) * min(m, n))
+        if count > min(m, n):
+            raise PayloadError(f"a payload has {count} atoms of a {m} x {n} matrix, which has no more than {min(m, n)}")
         if payload.size != self._size(m, n, count):
             raise PayloadError(
                 f"{count} atoms of a {m} x {n} matrix have {self._size(m, n, count):.0f} bytes of payload, not {payload.size}"
@@ -108,6 +112,8 @@ class Spectral(Atoms):
         """The density is of atoms; that of a tensor that is sent as it is stands for as many bytes."""
         m, n = self.matrix(shape)
         most = min(m, n)
+        if not most:
+            return COUNT_BYTES
         if density is not None:
             return self._size(m, n, density * most)
         if isinstance(self.budget, str):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .. import kernels
+from .. import kernels, options
 from ..core import Array, Bytes
 from .codec import Encoded
 from .norms import check_blocks
@@ -44,6 +44,8 @@ class Ternary:
     """
 
     number: ClassVar[int] = 2
+    unbiased: ClassVar[bool] = True
+    portable: ClassVar[bool] = True
 
     block: int = 256
     scales: str = "float32"
@@ -51,8 +53,7 @@ class Ternary:
 
     def __post_init__(self) -> None:
         check_blocks(self.block, self.norm)
-        if self.scales not in ("float32", "byte"):
-            raise ValueError(f"scales must be 'float32' or 'byte', not {self.scales!r}")
+        options.choice("scales", self.scales, ("float32", "byte"))
 
     @property
     def alignment(self) -> int:

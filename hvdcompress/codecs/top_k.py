@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .. import kernels
+from .. import kernels, options
 from ..core import Array, Bytes
 from ..errors import PayloadError
 from . import places
@@ -38,15 +38,16 @@ class TopK:
     """
 
     number: ClassVar[int] = 4
+    unbiased: ClassVar[bool] = False
+    portable: ClassVar[bool] = True
 
     ratio: float = 0.01
     k: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio must be in (0, 1], not {self.ratio!r}")
-        if self.k is not None and (type(self.k) is not int or self.k < 1):
-            raise ValueError(f"k must be a whole number of at least 1, not {self.k!r}")
+        options.number("ratio", self.ratio, 0, 1, above=True)
+        if self.k is not None:
+            options.whole("k", self.k, 1)
 
     @property
     def alignment(self) -> int:

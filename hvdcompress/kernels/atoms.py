@@ -94,7 +94,7 @@ def to_halves(x: Array, key: int) -> NDArray[np.float16]:
     return np.copysign(rounded, x).astype(np.float16)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def cosines(n: int) -> Array:
     """float32[n, n]: row k is the k-th basis vector of the DCT-II; the same bits on every processor."""
     quarter = [_cosine(j, 2 * n) for j in range(n + 1)]

@@ -7,6 +7,7 @@ memories must not depend on it.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -46,8 +47,8 @@ def largest(x: Array) -> float:
 
 
 def clipped(x: Array, deviations: float) -> Array:
-    """float32[n]: x limited to so many of its standard deviations."""
-    limit = np.float32(deviations * x.std(dtype=np.float64)) if x.size else np.float32(0)
+    """float32[n]: x limited to so many of its standard deviations, taken about zero."""
+    limit = np.float32(deviations * math.sqrt(sum_of_squares(x) / max(1, x.size)))
     return np.clip(x, -limit, limit)
 
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import kernels
+from .. import kernels, options
 from ..core import Array, Collective, Group, Layout, Outcome, Part, Reduction, State, Step
-from .figures import relative
+from .figures import abandoned, relative
 
 Indices = NDArray[np.int64]
 
@@ -63,8 +63,8 @@ class Accumulation:
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+        options.number("momentum", self.momentum, 0, 1, below=True)
+        options.whole("exact_below", self.exact_below, 0)
 
     def init(self, layout: Layout, group: Group) -> State:
         arrays = {"v": kernels.zeros(layout.size)}
@@ -73,24 +73,20 @@ class Accumulation:
         return State(layout, group, arrays)
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
-        layout, arrays, split = state.layout, state.arrays, split_of(state.layout, self.exact_below)
+        arrays, split = state.arrays, split_of(state.layout, self.exact_below)
         u = kernels.weighted_sum((self.momentum, arrays["u"]), (1.0, grad)) if self.momentum else grad
         v = kernels.weighted_sum((1.0, arrays["v"]), (1.0, u))
         selection = yield from self.select(v, split, state, step)
-        mean = kernels.zeros(layout.size)
-        mean[split.places(selection.chosen)] = selection.values
+        mean = split.joined(selection.chosen, selection.values, selection.exact)
         taken, memory = split.places(selection.taken), {"v": v}
         v[taken] = 0
         if self.momentum:
             memory["u"] = u
             u[taken] = 0
-        start = 0
         for run in split.exact_runs:
-            mean[run.where] = selection.exact[start : start + run.size]
             v[run.where] = 0
-            start += run.size
         if not selection.finite:
-            mean = mean * np.float32("nan")  # all ranks see it, and none commits
+            mean = abandoned(mean)
         metrics = {"waiting": relative(kernels.sum_of_squares(v), grad)}
         return Outcome(mean, state._replace(arrays=memory), selection.paper_bytes, metrics)
 
@@ -117,6 +113,15 @@ class Split:
     def exact_of(self, x: Array) -> Array:
         """float32[exact]: the elements of x that are sent exactly."""
         return kernels.concatenate([x[run.where] for run in self.exact_runs])
+
+    def joined(self, chosen: Indices, values: Array, exact: Array) -> Array:
+        """float32[...]: a bucket of these elements, by numbers among the selectable ones, and of the exact ones."""
+        bucket, start = kernels.zeros(self.selectable + self.exact), 0
+        bucket[self.places(chosen)] = values
+        for run in self.exact_runs:
+            bucket[run.where] = exact[start : start + run.size]
+            start += run.size
+        return bucket
 
     def places(self, found: Indices) -> Indices:
         """Numbers among the selectable elements to places in the bucket."""

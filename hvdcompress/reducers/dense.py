@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from .. import kernels
 from ..core import AllReduce, Array, Facts, Group, Layout, Outcome, Reduction, Stage, State, Step
+from .figures import ring_bytes
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Dense:
         return (Stage(AllReduce, layout.size),)
 
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
-        return 8 * layout.size * (group.size - 1) / group.size
+        return ring_bytes(self.stages(layout, group), group)
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         total = yield AllReduce(grad, "sum")

@@ -80,8 +80,8 @@ class Dore(TwoPass):
     def settings(self, layout: Layout) -> Settings:
         usual = Ternary(self.block, self.scales)
         return Settings(
-            codec_of(self.uplink or usual),
-            codec_of(self.downlink or usual),
+            usual if self.uplink is None else codec_of(self.uplink),
+            usual if self.downlink is None else codec_of(self.downlink),
             alpha=self.alpha,
             beta=self.beta,
             eta=self.eta,

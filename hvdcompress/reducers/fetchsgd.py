@@ -12,7 +12,8 @@ from .. import kernels
 from ..core import AllReduce, Array, Facts, Group, Layout, Outcome, Reduction, Stage, State, Step
 from ..sketch import CountSketch
 from .accumulation import split_of
-from .sketched_sgd import SKETCH, SketchedSGD
+from .figures import abandoned
+from .sketched_sgd import SKETCH, SketchedSGD, estimated, sketched
 
 
 @dataclass(frozen=True)
@@ -84,25 +85,18 @@ class FetchSGD:
         plan = self._one_round().plan(split.selectable)
         # What is accumulated must have been hashed alike: the step is not in the key.
         sketch = CountSketch(self.rows, plan.columns, plan.tile, kernels.derive_key(group.seed, 0, SKETCH, 0, layout.bucket))
-        own = sketch.of(split.selectable_of(grad)).reshape(-1)
+        own = sketched(sketch, split, grad).reshape(-1)
         total = yield AllReduce(kernels.concatenate([own, split.exact_of(grad)]), "sum")
         mean_sketch, exact = np.split(kernels.divide(total, group.size), [own.size])
         su = kernels.weighted_sum((self.momentum, arrays["Su"]), (1.0, mean_sketch))
         se = kernels.weighted_sum((1.0, arrays["Se"]), (1.0, su))
         u = kernels.weighted_sum((self.momentum, arrays["u"]), (1.0, exact))
-        estimates = sketch.estimate(se.reshape(self.rows, plan.columns), split.selectable)
+        estimates = estimated(sketch, split, se.reshape(self.rows, plan.columns))
         chosen = kernels.top_k(estimates, plan.k)
-        applied = kernels.zeros(split.selectable)
-        applied[chosen] = estimates[chosen]
-        touched = sketch.of(applied).reshape(-1) != 0
+        mean = split.joined(chosen, estimates[chosen], u)
+        touched = sketched(sketch, split, mean).reshape(-1) != 0
         su[touched], se[touched] = 0, 0
-
-        mean, start = kernels.zeros(layout.size), 0
-        mean[split.places(chosen)] = estimates[chosen]
-        for run in split.exact_runs:
-            mean[run.where] = u[start : start + run.size]
-            start += run.size
         if not kernels.all_finite(total):
-            mean = mean * np.float32("nan")  # all ranks see it, and none commits
+            mean = abandoned(mean)
         paper = 4 * (own.size + plan.k) + 8 * exact.size
         return Outcome(mean, State(layout, group, {"Su": su, "Se": se, "u": u}), paper)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .. import codecs
+from .. import codecs, options
 from ..codecs import Codec, Levels, PerTensor, Ternary, codec_of
 from ..core import Facts, Layout
 from .two_pass import Settings, TwoPass
@@ -13,14 +14,17 @@ from .two_pass import Settings, TwoPass
 
 @dataclass(frozen=True)
 class Gather(TwoPass):
-    """Any codec, without memory: G = mean Q(g_i).
+    """Any codec, with the memories of `Settings` that are asked for; by default none: G = mean Q(g_i).
 
-    Payload, bias: the codec's. Memory: none. With a biased codec the bias stays.
+    Payload, bias: the codec's. Memory: what is asked for, as for `Dore` (alpha, eta) and `MemSGD` (feedback).
 
     Args:
-        codec: of the gradient; or its name with options, such as "levels:levels=7;block=256".
+        codec: of what a rank sends; or its name with options, such as "levels:levels=7;block=256".
         downlink: of the mean.
-        exchange: as for `Dore`.
+        per_tensor: a payload for each tensor, by its shape, and not for the whole bucket.
+        alpha, feedback, eta: in [0, 1]; see `Settings`. A codec that is biased wants feedback=1: without, a warning says
+            that what it leaves out is lost.
+        exchange, rescale: as for `Dore`.
 
     Raises:
         ValueError: an option is out of its range.
@@ -31,18 +35,43 @@ class Gather(TwoPass):
         source="",
         travels="the codec's payload",
         wire="(W - 1) payloads, or (payload + 4 d) (W - 1) / W",
-        bias="the codec's",
-        memory="none",
+        bias="the codec's, with feedback if asked for",
+        memory="none unless asked for",
         exact_for="the codec's",
         use="trying out a codec",
     )
 
     codec: Codec | str = "identity"
     downlink: Codec | str = "identity"
+    per_tensor: bool = False
+    alpha: float = 0.0
+    feedback: float = 0.0
+    eta: float = 0.0
     exchange: str = "auto"
+    rescale: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        options.flag("per_tensor", self.per_tensor)
+        for codec, kept in ((self.codec, self.feedback), (self.downlink, self.eta)):
+            if not codec_of(codec).unbiased and not kept:
+                warnings.warn(
+                    f"{codec} is biased, and what it leaves out is lost without error feedback: feedback=1, of the mean eta=1",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
     def settings(self, layout: Layout) -> Settings:
-        return Settings(codec_of(self.codec), codec_of(self.downlink), exchange=self.exchange)
+        codec = codec_of(self.codec)
+        return Settings(
+            PerTensor.of(codec, layout) if self.per_tensor else codec,
+            codec_of(self.downlink),
+            alpha=self.alpha,
+            feedback=self.feedback,
+            eta=self.eta,
+            exchange=self.exchange,
+            rescale=self.rescale,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +98,7 @@ class QSGD(TwoPass):
         title="QSGD",
         source="Alistarh et al. 2017, section 3",
         travels="norms and codes of levels; the mean as float32 unless gathered",
-        wire="(W - 1) c d, or (c + 4) d (W - 1) / W; c = (log2(2 levels + 2) + 32 / block) / 8",
+        wire="(W - 1) c d, or (c + 4) d (W - 1) / W; c = (ceil(log2(2 levels + 1)) + 32 / block) / 8; of one level as DORE",
         bias="unbiased",
         memory="none",
         exact_for="every optimizer: the mean is unbiased",
@@ -129,10 +158,9 @@ class Atomo(TwoPass):
     exchange: str = "auto"
 
     def settings(self, layout: Layout) -> Settings:
-        if self.atoms not in ("spectral", "entrywise", "fourier"):
-            raise ValueError(f"atoms must be 'spectral', 'entrywise' or 'fourier', not {self.atoms!r}")
+        options.choice("atoms", self.atoms, ("spectral", "entrywise", "fourier"))
         own: dict[str, Any] = {name: getattr(self, name) for name in ("reshape", "factors", "values", "block")}
         codec = codecs.make(
             self.atoms, budget=self.budget, unit=self.unit, **{name: value for name, value in own.items() if value is not None}
         )
-        return Settings(PerTensor(tuple((codec, shape) for shape in layout.shapes)), exchange=self.exchange)
+        return Settings(PerTensor.of(codec, layout), exchange=self.exchange)

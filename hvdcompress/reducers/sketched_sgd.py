@@ -9,11 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from .. import kernels
+from .. import kernels, options
 from ..core import AllReduce, Array, Facts, Group, Layout, Stage, State, Step
 from ..errors import CompressionError
 from ..sketch import CountSketch, tile_for
 from .accumulation import Accumulation, Indices, Selecting, Selection, Split, split_of
+from .figures import ring_bytes
 
 SKETCH = 3  # stream of random draws
 DIGITS = 4  # floats that the hash of the candidates is sent as, 12 bits each: their sum is exact up to 4,096 ranks
@@ -82,12 +83,11 @@ class SketchedSGD(Accumulation):
     exact_below: int = 1000
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio must be in (0, 1], not {self.ratio}")
-        if self.k is not None and self.k < 1:
-            raise ValueError(f"k must be at least 1, not {self.k}")
-        if self.P < 0:
-            raise ValueError(f"P must be at least 1, or 0 for one round, not {self.P}")
+        options.number("ratio", self.ratio, 0, 1, above=True)
+        options.whole("P", self.P, 0)
+        for name, low in (("rows", 1), ("tile", 0), ("k", 1), ("columns", 1)):
+            if getattr(self, name) is not None:
+                options.whole(name, getattr(self, name), low)
         super().__post_init__()
         tile = self.tile or 1
         CountSketch(self.rows, -(-(self.columns or 1) // tile) * tile, tile)
@@ -112,20 +112,18 @@ class SketchedSGD(Accumulation):
         return Stage(AllReduce, first), Stage(AllReduce, second)
 
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
-        return 8 * sum(stage.length for stage in self.stages(layout, group)) * (group.size - 1) / group.size
+        return ring_bytes(self.stages(layout, group), group)
 
     def select(self, v: Array, split: Split, state: State, step: Step) -> Selecting:
         layout, group, _ = state
         plan = self.plan(split.selectable)
         key = kernels.derive_key(group.seed, step.number, SKETCH, 0, layout.bucket)
         sketch = CountSketch(self.rows, plan.columns, plan.tile, key)
-        table = kernels.zeros(self.rows * plan.columns).reshape(self.rows, plan.columns)
-        for run in split.runs:
-            sketch.add(v[run.where], run.start, table)
+        table = sketched(sketch, split, v)
         exact = split.exact_of(v)
         first = yield AllReduce(table.reshape(-1) if self.P else kernels.concatenate([table.reshape(-1), exact]), "sum")
         table, finite = first[: table.size].reshape(table.shape), kernels.all_finite(first)
-        estimates = kernels.concatenate([sketch.estimate(table, run.size, run.start) for run in split.runs])
+        estimates = estimated(sketch, split, table)
         paper_bytes = 4 * (table.size + (plan.candidates if self.P else 0) + plan.k) + 8 * exact.size
         if not self.P:
             chosen = kernels.top_k(estimates, plan.k)
@@ -151,6 +149,19 @@ class Plan:
     candidates: int
     columns: int
     tile: int
+
+
+def sketched(sketch: CountSketch, split: Split, x: Array) -> Array:
+    """float32[rows, columns]: the sketch of the selectable elements of a bucket, by their places in it."""
+    table = kernels.zeros(sketch.rows * sketch.columns).reshape(sketch.rows, sketch.columns)
+    for run in split.runs:
+        sketch.add(x[run.where], run.start, table)
+    return table
+
+
+def estimated(sketch: CountSketch, split: Split, table: Array) -> Array:
+    """float32[selectable]: what a table of `sketched` holds of each of them."""
+    return kernels.concatenate([sketch.estimate(table, run.size, run.start) for run in split.runs])
 
 
 def _digits(found: Indices) -> Array:

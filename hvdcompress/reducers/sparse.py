@@ -13,6 +13,7 @@ from ..codecs import TopK
 from ..core import AllGather, AllReduce, Array, Facts, Group, Layout, Stage, State, Step
 from .accumulation import Accumulation, Selecting, Selection, Split, split_of
 from .channel import Channel
+from .figures import ring_bytes
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,8 @@ class LocalTopK(_Largest):
         return Stage(AllGather), Stage(AllReduce, split_of(layout, self.exact_below).exact)
 
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
-        split = split_of(layout, self.exact_below)
-        payload = frame.HEADER.size + self._codec.expected_bytes((split.selectable,))
-        return (group.size - 1) * (payload + 8 * split.exact / group.size)
+        payload = frame.HEADER.size + self._codec.expected_bytes((split_of(layout, self.exact_below).selectable,))
+        return (group.size - 1) * payload + ring_bytes(self.stages(layout, group), group)
 
     def select(self, v: Array, split: Split, state: State, step: Step) -> Selecting:
         group, channel = state.group, Channel(self._codec, state.layout.bucket, step.number)
@@ -124,7 +124,7 @@ class TrueTopK(_Largest):
         return (Stage(AllReduce, layout.size),)
 
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
-        return 8 * layout.size * (group.size - 1) / group.size
+        return ring_bytes(self.stages(layout, group), group)
 
     def select(self, v: Array, split: Split, state: State, step: Step) -> Selecting:
         mean = kernels.divide((yield AllReduce(v, "sum")), state.group.size)

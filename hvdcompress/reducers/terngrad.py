@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from .. import kernels
+from .. import kernels, options
 from ..codecs import PerTensor, Ternary
 from ..core import AllReduce, Array, Facts, Group, Layout, Outcome, Reduction, Stage, State, Step
 from ..errors import CompressionError
-from .figures import relative
+from .figures import abandoned, relative, ring_bytes
 from .two_pass import UPLINK, Settings, TwoPass
 
 SOURCE = "Wen et al. 2017"
@@ -27,7 +27,8 @@ class TernGrad(TwoPass):
     budget="max".
 
     Args:
-        clip: first limits each tensor to so many of its standard deviations. The paper uses 2.5. None: no clipping.
+        clip: first limits each tensor to so many of its standard deviations, taken about zero. The paper uses 2.5. None: no
+            clipping.
 
     Raises:
         ValueError: an option is out of its range.
@@ -57,7 +58,9 @@ class TernGrad(TwoPass):
         return Settings(PerTensor(tuple((Ternary(max(1, np.prod(s, dtype=int).item())), s) for s in layout.shapes)))
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
-        return (yield from super().reduce(_clipped(grad, state.layout, self.clip), state, step))
+        if self._exchange(state.layout, state.group) != "dense":
+            grad = _clipped(grad, state.layout, self.clip)
+        return (yield from super().reduce(grad, state, step))
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class TernGradShared:
         use="many ranks, where only allreduce is fast",
     )
 
-    clip: float | None = field(default=None)
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         _check(self.clip)
@@ -104,7 +107,7 @@ class TernGradShared:
         return Stage(AllReduce, len(layout.shapes), op="max"), Stage(AllReduce, words, "int32")
 
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
-        return 8 * sum(stage.length for stage in self.stages(layout, group)) * (group.size - 1) / group.size
+        return ring_bytes(self.stages(layout, group), group)
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         layout, group, _ = state
@@ -132,13 +135,13 @@ class TernGradShared:
             "uplink_noise": relative(max(0.0, noise), grad),
         }
         if not kernels.all_finite(scales):
-            mean = mean * np.float32("nan")  # all ranks see it, and none commits
+            mean = abandoned(mean)
         return Outcome(mean, state, paper_bytes=4 * (2 * own.size + words.size) + 4 * layout.size, metrics=metrics)
 
 
 def _check(clip: object) -> None:
-    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
-        raise ValueError(f"clip must be a positive number of standard deviations, or None, not {clip!r}")
+    if clip is not None:
+        options.number("clip", clip, 0, above=True)
 
 
 def _clipped(x: Array, layout: Layout, clip: float | None) -> Array:

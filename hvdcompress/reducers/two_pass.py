@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import frame, kernels
+from .. import frame, kernels, options
 from ..codecs import Codec, Identity
 from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Part, Reduction, Stage, State, Step
 from .channel import Channel
@@ -71,16 +71,22 @@ class Settings(NamedTuple):
         """In elements, where a bucket may be cut; 0: nowhere."""
         return math.lcm(self.uplink.alignment, self.downlink.alignment)
 
+    def answers(self, exchange: str) -> bool:
+        """Whether the master has a code for the mean; not where nobody is to be told and nothing is lost by telling."""
+        return exchange == "sharded" or not isinstance(self.downlink, Identity)
+
     def check(self) -> None:
         """Raises ValueError if an option is out of its range."""
         for name in ("alpha", "feedback", "beta", "eta"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value <= 1 or (name == "beta" and value == 0):
-                raise ValueError(f"{name} must be in {'(' if name == 'beta' else '['}0, 1], not {value!r}")
-        if self.exchange not in ("auto", "allgather", "sharded"):
-            raise ValueError(f"exchange must be 'auto', 'allgather' or 'sharded', not {self.exchange!r}")
+            options.number(name, getattr(self, name), 0, 1, above=name == "beta")
+        options.choice("exchange", self.exchange, ("auto", "allgather", "sharded"))
+        options.flag("rescale", self.rescale)
         if self.exchange == "sharded" and not self.alignment:
             raise ValueError(f"exchange='sharded' cuts a bucket, and {self.uplink} or {self.downlink} has to see it whole")
+        if not self.downlink.portable:
+            raise ValueError(
+                f"{self.downlink} may give other bytes on another processor: it is for what ranks send, not for the mean"
+            )
 
 
 class TwoPass:
@@ -108,7 +114,7 @@ class TwoPass:
                 arrays["h"] = kernels.zeros(layout.size)
         if settings.feedback:
             arrays["own_e"] = kernels.zeros(layout.size)
-        if settings.eta:
+        if settings.eta and settings.answers(exchange):
             arrays["e"] = kernels.zeros(part.size)
         if settings.rescale:
             arrays["lr"] = np.full(1, np.nan)  # the rate that the errors belong to
@@ -165,10 +171,7 @@ class TwoPass:
     def _master(
         self, received: list[Bytes], state: State, step: Step, settings: Settings, scale: float
     ) -> tuple[Array, Bytes | None, dict[str, NDArray[Any]], dict[str, float]]:
-        """The master's part of a step: what it applies, its code of that, its memory, and what is told of them.
-
-        There is no code where nobody is to be told and nothing is lost by telling.
-        """
+        """The master's part of a step: what it applies, its code of that if it has one, its memory, and what is told of them."""
         layout, group, arrays = state
         exchange = self._exchange(layout, group)
         part = _parts(settings, exchange, layout, group).mine
@@ -184,7 +187,7 @@ class TwoPass:
             h = kernels.divide(kernels.weighted_sum(*((1.0, row) for row in arrays["copies"])), group.size)
             mean = kernels.weighted_sum((1.0, h), (1.0, mean))
         metrics = {"uplink_density": density}
-        if isinstance(settings.downlink, Identity) and exchange == "allgather":
+        if not settings.answers(exchange):
             return kernels.weighted_sum((settings.beta, mean)), None, memory, metrics
         owed = kernels.weighted_sum((1.0, mean), (settings.eta * scale, arrays["e"])) if settings.eta else mean
         key = kernels.derive_key(group.seed, step.number, DOWNLINK, 0, layout.bucket)

@@ -75,4 +75,8 @@ class Compression(metaclass=_Methods):
             return getattr(cls, name)
         if name not in methods:
             raise ValueError(f"there is no compression {name!r}; there are {', '.join(['none', 'fp16', *sorted(methods)])}")
+        known = list(inspect.signature(getattr(cls, name)).parameters)[1:]
+        for option in given:
+            if option not in known:
+                raise ValueError(f"the compression {name!r} has no option {option!r}; it has {', '.join(known)}")
         return getattr(cls, name)(parameters, **{**given, **options})

@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from .. import settings, traffic
+from .. import options, settings, traffic
 from ..core import AllGather, Array, Group, Reducer
 from ..drivers import blocking
 from ..drivers.torch import Handle, Transport
@@ -78,10 +78,10 @@ class Compressor:
         unbound: str = "error",
         optimizer: torch.optim.Optimizer | None = None,
     ):
-        if unbound not in ("error", "dense"):
-            raise ValueError(f"unbound must be 'error' or 'dense', not {unbound!r}")
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
+        options.choice("unbound", unbound, ("error", "dense"))
+        options.number("bucket_mb", bucket_mb, 0, above=True)
+        options.whole("dense_below", dense_below, 0)
+        options.whole("seed", seed, 0)
         if getattr(method, "rescale", False) and optimizer is None:
             raise ValueError("rescale=True goes by the learning rates: give the optimizer as well, optimizer=...")
         self.method = method
@@ -162,8 +162,7 @@ class Compressor:
         """
         if self._session is None:
             return 0.0
-        group, metrics = self._session.group, self._session.metrics
-        methods_part = sum(self.method.wire_bytes(layout, group, metrics) for layout in self.binding.layouts)
+        group, methods_part = self._session.group, self._session.predicted_bytes()
         beside = sum(self._handed_bytes(bound) for bound in self.binding.bounds)
         return methods_part + traffic.allreduced(beside, group.size).wire + (group.size - 1) * STATUS_BYTES
 

@@ -81,13 +81,11 @@ class Spectral(Atoms):
         expected = self._expected_atoms(sigmas)
         level = water_level(sigmas, self._expected(m, n) if expected is None else expected)
         probabilities = np.minimum(1.0, sigmas / level) if level else (sigmas > 0).astype(np.float64)
-        if self._size(m, n, float(probabilities.sum())) >= 4 * x.size:
+        largest = math.ldexp(max(level, float(sigmas.max())), exponent)  # of the coefficients, drawn or not
+        if self._size(m, n, float(probabilities.sum())) >= 4 * x.size or largest > np.finfo(np.float32).max:
             return dense_payload(x)
         drawn = np.flatnonzero(kernels.draw_atoms(sigmas, level, key))
-        with np.errstate(over="ignore"):
-            coefficients = np.ldexp(np.maximum(sigmas[drawn].astype(np.float64), level), exponent).astype(np.float32)
-        if not kernels.all_finite(coefficients):
-            return dense_payload(x)
+        coefficients = np.ldexp(np.maximum(sigmas[drawn].astype(np.float64), level), exponent).astype(np.float32)
         payload = np.concatenate([count_bytes(drawn.size), *self._packed(coefficients, u[drawn], v[drawn], key)])
         return Encoded(payload, math.ldexp(level_noise(sigmas, level), 2 * exponent))
 

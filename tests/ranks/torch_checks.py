@@ -693,7 +693,7 @@ def a_line_of_text_makes_the_same_as_a_call():
     for text, told in (
         ("gzip", "there is no compression 'gzip'; there are none, fp16, atomo"),
         ("fp16:block=3", "fp16 has no options"),
-        ("dore:blocks=3", "the method 'dore' has no option 'blocks'; it has alpha"),
+        ("dore:blocks=3", "the compression 'dore' has no option 'blocks'; it has alpha"),
         ("dore:block", "not of the form name=value"),
         ("dore:block=3,block=4", "block is given twice"),
         ("dore:block=x", "block must be a whole number"),

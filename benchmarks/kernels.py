@@ -29,6 +29,7 @@ from hvdcompress.kernels import numpy as definition
 
 ROWS, COLUMNS, TILE = 5, 499_968, 256
 BLOCK = 256
+LEVELS = 7  # 4 bits
 SHARE = 1000  # top 1 / SHARE
 
 Timed = dict[str, Callable[[], Any]]
@@ -48,12 +49,14 @@ def times_ms(run: Callable[[], Any], repetitions: int) -> list[float]:
 def compiled_or_numpy(kernels: Any, x: np.ndarray, out: np.ndarray) -> Timed:
     keys = [derive_key(1, row) for row in range(ROWS)]
     table = np.zeros((ROWS, COLUMNS), np.float32)
-    payload = native.ternary_encode(x, BLOCK, 1, 0, False)
+    payload, levels = native.ternary_encode(x, BLOCK, 1, 0, False), native.levels_encode(x, BLOCK, LEVELS, 1, 0, False)
     return {
         "sketch_accumulate": lambda: kernels.sketch_accumulate(x, 0, table, TILE, keys),
         "sketch_estimate": lambda: kernels.sketch_estimate(x.size, 0, table, TILE, keys),
         "ternary_encode": lambda: kernels.ternary_encode(x, BLOCK, 1, 0, False),
         "ternary_decode_add": lambda: kernels.ternary_decode_add(payload, out, BLOCK, 0.5, False),
+        "levels_encode": lambda: kernels.levels_encode(x, BLOCK, LEVELS, 1, 0, False),
+        "levels_decode_add": lambda: kernels.levels_decode_add(levels, out, BLOCK, LEVELS, 0.5),
         "top_k": lambda: kernels.top_k(x, x.size // SHARE),
     }
 

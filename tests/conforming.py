@@ -7,7 +7,7 @@ from hvdcompress.codecs import Entrywise, Fourier, Levels, Spectral, Ternary, To
 
 # A momentum of 1/2 keeps sums of whole numbers exact, whatever their order.
 METHODS = {
-    "atomo:atoms=spectral,budget=0.3,unit=ratio,exchange=allgather",
+    "atomo:atoms=spectral,budget=0.3,unit=ratio,values=float32,exchange=allgather",
     "atomo:atoms=spectral,budget=2,values=float16,reshape=paper,factors=svd,exchange=allgather",
     "atomo:atoms=entrywise,budget=0.1,unit=ratio,exchange=allgather",
     "atomo:atoms=fourier,budget=200,unit=bytes,exchange=allgather",
@@ -52,5 +52,5 @@ CODECS = [
     Fourier(0.3, "ratio", block=16),
     Spectral(1.5, reshape="paper", factors="svd"),
     Spectral("l2"),
-    Spectral(0.3, "ratio", values="float16"),
+    Spectral(0.3, "ratio", values="float32"),
 ]

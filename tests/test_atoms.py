@@ -196,9 +196,10 @@ def test_matrices_of_tensors() -> None:
 
 def test_tensors_that_atoms_would_not_shrink_are_sent_as_they_are() -> None:
     for codec, shape in (
-        (Spectral(3), (10, 4)),
+        (Spectral(3, values="float32"), (10, 4)),
+        (Spectral(9), (10, 4)),
         (Spectral(3), (40,)),
-        (Spectral("max"), (6, 6)),
+        (Spectral("max", values="float32"), (6, 6)),
         (Entrywise(99.5), (100,)),
         (Fourier(1000, "bytes"), (15, 15)),
     ):
@@ -272,18 +273,12 @@ def test_too_many_atoms_are_refused() -> None:
         size = 0 if not all(shape) else count * 4 * 5
         payload = np.concatenate([np.array([count], "<u4").view(np.uint8), np.zeros(size, np.uint8)])
         with pytest.raises(PayloadError):
-            Spectral().decode_add(payload, np.zeros(shape, np.float32))
-    twice = np.concatenate(
-        [
-            np.array([1, 1], "<u4").view(np.uint8),
-            np.float32([7]).view(np.uint8),
-            np.uint8([0]),
-            np.float32([2]).view(np.uint8),
-            np.uint8([0, 0]),
-        ]
-    )
+            Spectral(values="float32").decode_add(payload, np.zeros(shape, np.float32))
+    place = places.encode(np.array([3]), 100)
+    head = [np.array([1, 1], "<u4").view(np.uint8), np.float32([7]).view(np.uint8)]
+    twice = np.concatenate([*head, place, np.float32([2]).view(np.uint8), place, np.uint8([0])])
     with pytest.raises(PayloadError, match="twice"):
-        Entrywise().decode_add(twice, np.zeros(5, np.float32))
+        Entrywise().decode_add(twice, np.zeros(100, np.float32))
 
 
 def test_halves_are_their_own_means() -> None:
@@ -310,12 +305,12 @@ def test_payloads_are_packed_to_the_bit() -> None:
     x = heavy(1000)
     for levels, bits in ((1, 2), (3, 3), (7, 4), (8, 5), (127, 8), (32767, 16)):
         assert Levels(levels, 100).encode(x, 1).payload.size == 4 * 10 + -(-1000 * bits // 8), levels
-    assert TopK(k=10).encode(x, 1).payload.size == 13 + 40, "10 places of 10 bits"
+    assert TopK(k=10).encode(x, 1).payload.size == -(-10 * 6 // 8) + -(-(10 + 15) // 8) + 40, "6 low bits each, 999 >> 6 = 15"
     assert TopK(k=300).encode(x, 1).payload.size == 125 + 1200, "a mask of 1000 bits"
     payload = Entrywise(20).encode(x, 1).payload
     exact, drawn = read_count(payload), read_count(payload, 4)
-    assert payload.size == 12 + -(-10 * exact // 8) + 4 * exact + -(-10 * drawn // 8) + -(-drawn // 8)
-    payload = Spectral(3).encode(x.reshape(20, 50), 1).payload
+    assert payload.size == 12 + places.places_bytes(1000, exact) + 4 * exact + places.places_bytes(1000, drawn) + -(-drawn // 8)
+    payload = Spectral(3, values="float32").encode(x.reshape(20, 50), 1).payload
     assert payload.size == 4 + read_count(payload) * 4 * 70
     payload = Spectral(3, values="float16").encode(x.reshape(20, 50), 1).payload
     assert payload.size == 4 + read_count(payload) * (4 + 2 * 70)
@@ -334,25 +329,33 @@ EXPECTED = {
     Levels(3, 4): "76a412400000c03ec2624a40c3d88c32",
     Levels(7, 5, "max"): "000000400000404008a77887e4",
     Ternary(4, norm="l2"): "76a412400000c03ec2624a40820305",
-    TopK(k=3): "3109000000c00000803f00004040",
-    Entrywise(4): "02000000000000000000c83f91000000c000004040",
-    Fourier(4, block=8): "01000000020000003ba10c4009f30435c05101",
+    TopK(k=3): "0a02000000c00000803f00004040",
+    Entrywise(4): "02000000000000000000c83f0202000000c000004040",
+    Fourier(4, block=8): "01000000020000003ba10c400002f30435c0220001",
     Entrywise(9.5): "ffffffff0000003f000000c0000000000000803f0000803e000080be000000000000003e000080bf00004040",
 }
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 8, 9, 1000])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 8, 9, 1000, 1024, 100_003])
 def test_places(n: int) -> None:
     rng = np.random.default_rng(n)
-    for count in {0, min(1, n), n // 9, n // 2, n}:
+    for count in {0, min(1, n), n // 1000, n // 30, n // 9, n // 2, n}:
         chosen = np.sort(rng.choice(n, count, replace=False)).astype(np.int64) if n else np.zeros(0, np.int64)
         packed = places.encode(chosen, n)
         assert packed.size == places.places_bytes(n, count) <= -(-n // 8)
+        assert abs(8 * packed.size - places.places_bits(n, count)) < 16
+        if count:
+            assert packed.size <= 2 + count * (2 + math.log2(n / count)) / 8
         assert_array_equal(places.decode(packed, n, count), chosen)
-    if n == 9:
-        for bad, count in ((np.uint8([255, 255]), 9), (np.uint8([0x11]), 2)):
-            with pytest.raises(PayloadError):
-                places.decode(bad, n, count)
+
+
+def test_places_that_are_none_are_refused() -> None:
+    for n, count, fill in ((9, 9, 255), (1000, 10, 0), (1000, 10, 255), (1000, 300, 0)):
+        with pytest.raises(PayloadError):
+            places.decode(np.full(places.places_bytes(n, count), fill, np.uint8), n, count)
+    beyond = places.encode(np.array([5, 1022]), 1023)
+    with pytest.raises(PayloadError, match="do not ascend, or are beyond"):
+        places.decode(beyond, 1022, 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 100, 256])

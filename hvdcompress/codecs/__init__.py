@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from .. import spec
 from .atoms import Entrywise, Fourier
@@ -53,6 +54,9 @@ def make(text: str, **options: object) -> Codec:
     return spec.build("codec", codecs, text, options, separator=";")
 
 
+_named = lru_cache(maxsize=256)(make)
+
+
 def codec_of(codec: Codec | str) -> Codec:
     """A codec, or what its name with options makes.
 
@@ -60,7 +64,7 @@ def codec_of(codec: Codec | str) -> Codec:
         ValueError: it is neither, or has no number of its own.
     """
     if isinstance(codec, str):
-        return make(codec)
+        return _named(codec)
     if isinstance(codec, type) or not all(hasattr(codec, name) for name in ("encode", "decode_add", "alignment", "number")):
         raise ValueError(f"a codec must be an object such as Ternary(), or a name with options, not {codec!r}")
     if not 1 <= codec.number <= 254:

@@ -130,8 +130,8 @@ class Entrywise(Atoms):
     """The elements themselves as atoms.
 
     Payload: uint32 each, how many elements are larger than M and how many others were drawn; float32 M, the magnitude that
-    all of the latter get; the places of the former (a bit an element or ceil(log2 n) bits each, whichever is smaller) and
-    float32 each; the places of the latter and a bit each (1: negative). Bias: none. Memory: none.
+    all of the latter get; the places of the former (see places.py: about 2 + log2(n / k) bits each) and float32
+    each; the places of the latter and a bit each (1: negative). Bias: none. Memory: none.
 
     >>> import numpy as np
     >>> out = np.zeros(100, np.float32)
@@ -210,8 +210,8 @@ class Entrywise(Atoms):
 
     def _size(self, n: int, exact: float, drawn: float) -> float:
         """Bytes of a payload, before its parts are filled up to whole bytes."""
-        width = places.width(n)
-        return self.HEADER_BYTES + (min(n, exact * width) + 32 * exact + min(n, drawn * width) + drawn) / 8
+        bits = places.places_bits(n, exact) + 32 * exact + places.places_bits(n, drawn) + drawn
+        return self.HEADER_BYTES + bits / 8
 
     def _level(self, magnitudes: Array) -> float:
         """M, a float32; infinite if it is too large for one."""
@@ -219,7 +219,7 @@ class Entrywise(Atoms):
         if expected is not None:
             return _float32(water_level(magnitudes, expected))
         wanted = self._bytes(n)
-        most = min(n, int(8 * wanted / (1 + min(places.width(n), 1))))  # a place and a sign take so many bits at least
+        most = min(n, int(4 * wanted))  # a place and a sign take two bits at least
         in_order = kernels.ordered(magnitudes, kernels.top_k(magnitudes, most))
         low, high = 0.0, float(min(most, in_order.nonzeros))  # of the number of atoms: more of them, more bytes
         level = _float32(kernels.water_level(in_order, high * 2.0**-BISECTIONS)) if high else 0.0

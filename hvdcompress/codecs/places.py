@@ -1,6 +1,12 @@
-"""Which of n elements are meant: as a bit for each element, or as packed numbers, whichever is smaller."""
+"""Which k of n elements are meant: as a bit for each element, or as Elias and Fano's code, whichever is smaller.
+
+That code has the b low bits of each place, packed; and, for the high bits h_0 <= h_1 <= ..., a mask in which bit h_i + i is
+set. b, and with it the size, follows from n and k: about 2 + log2(n / k) bits a place.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,23 +16,27 @@ from ..core import Bytes
 from ..errors import PayloadError
 
 
-def width(n: int) -> int:
-    """Bits of a number below n."""
-    return max(0, n - 1).bit_length()
+def places_bits(n: int, count: float) -> float:
+    """Bits that so many places among n elements take, an expected number of them too; without filling up to bytes."""
+    return min(n, _bits(n, count, _low_bits(n, count))) if count else 0.0
 
 
 def places_bytes(n: int, count: int) -> int:
     """Size of so many places among n elements."""
-    return min(-(-n // 8), kernels.packed_bytes(count, width(n)))
+    low = _low_bits(n, count)
+    return min(-(-n // 8), kernels.packed_bytes(count, low) + -(-_mask_bits(n, count, low) // 8)) if count else 0
 
 
 def encode(places: NDArray[np.int64], n: int) -> Bytes:
     """Packs int64[count], ascending."""
-    if _as_mask(n, places.size):
-        mask = np.zeros(n, bool)
-        mask[places] = True
-        return np.packbits(mask, bitorder="little")
-    return kernels.pack(places, width(n))
+    count = places.size
+    if not count:
+        return np.empty(0, np.uint8)
+    if places_bytes(n, count) == -(-n // 8):
+        return _mask(places, n)
+    low = _low_bits(n, count)
+    high = _mask((places >> low) + np.arange(count), _mask_bits(n, count, low))
+    return np.concatenate([kernels.pack(places & (1 << low) - 1, low), high])
 
 
 def decode(payload: Bytes, n: int, count: int) -> NDArray[np.int64]:
@@ -35,17 +45,44 @@ def decode(payload: Bytes, n: int, count: int) -> NDArray[np.int64]:
     Raises:
         PayloadError: they are not so many different places among n.
     """
-    if _as_mask(n, count):
-        mask = np.unpackbits(payload, bitorder="little").view(bool)
-        places: NDArray[np.int64] = np.flatnonzero(mask)
-        if places.size != count or mask[n:].any():
-            raise PayloadError(f"a mask of {n} elements marks {places.size} of them, where {count} are said")
-        return places
-    places = kernels.unpack(payload, count, width(n))
-    if count and (places[-1] >= n or (np.diff(places) <= 0).any()):
+    if not count:
+        return np.empty(0, np.int64)
+    if places_bytes(n, count) == -(-n // 8):
+        return _marked(payload, n, count)
+    low = _low_bits(n, count)
+    split = kernels.packed_bytes(count, low)
+    high = _marked(payload[split:], _mask_bits(n, count, low), count) - np.arange(count)
+    places: NDArray[np.int64] = (high << low) + kernels.unpack(payload[:split], count, low)
+    if places[-1] >= n or (np.diff(places) <= 0).any():
         raise PayloadError(f"{count} places among {n} elements do not ascend, or are beyond them")
     return places
 
 
-def _as_mask(n: int, count: int) -> bool:
-    return -(-n // 8) < kernels.packed_bytes(count, width(n))
+def _low_bits(n: int, count: float) -> int:
+    """b: the one of fewest bits in all."""
+    if not count:
+        return 0
+    near = max(0, int(math.log2(max(1.0, n / count))))
+    return min((max(0, near - 1), near, near + 1), key=lambda low: _bits(n, count, low))
+
+
+def _bits(n: int, count: float, low: int) -> float:
+    return count * (low + 1) + ((n - 1) >> low)
+
+
+def _mask_bits(n: int, count: int, low: int) -> int:
+    return count + ((n - 1) >> low)
+
+
+def _mask(places: NDArray[np.int64], n: int) -> Bytes:
+    mask = np.zeros(n, bool)
+    mask[places] = True
+    return np.packbits(mask, bitorder="little")
+
+
+def _marked(payload: Bytes, n: int, count: int) -> NDArray[np.int64]:
+    mask = np.unpackbits(payload, bitorder="little").view(bool)
+    places: NDArray[np.int64] = np.flatnonzero(mask)
+    if places.size != count or mask[n:].any():
+        raise PayloadError(f"a mask of {n} bits has {places.size} set, where {count} are said")
+    return places

@@ -19,8 +19,8 @@ from .codec import Encoded
 class TopK:
     """The k elements of largest magnitude as they are, the others zero; of equal ones the first are taken.
 
-    Payload: their places (a bit for each of the n elements, or ceil(log2 n) bits for each of the k, whichever is
-    smaller), then float32[k]. Bias: a contraction, ||Q(x) - x||^2 <= (1 - k / n) ||x||^2; it needs error feedback.
+    Payload: their places (about 2 + log2(n / k) bits each, or a bit for each of the n elements, whichever is smaller),
+    then float32[k]. Bias: a contraction, ||Q(x) - x||^2 <= (1 - k / n) ||x||^2; it needs error feedback.
     Memory: none. It sees the whole tensor, and cannot be cut.
 
     Args:

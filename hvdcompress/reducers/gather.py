@@ -141,7 +141,7 @@ class Atomo(TwoPass):
         title="ATOMO",
         source="Wang et al. 2018",
         travels="factors of drawn singular vectors, or places and signs of drawn entries; allgather",
-        wire="(W - 1) sum over tensors of 4 s (m + n); entries: s (1 + log2 d) / 8",
+        wire="(W - 1) sum over tensors of 2 s (m + n + 2); entries: s (3 + log2(d / s)) / 8",
         bias="unbiased, of least variance for its budget",
         memory="none",
         exact_for="every optimizer: the mean is unbiased",

@@ -59,7 +59,7 @@ class LocalTopK(_Largest):
         title="local top-k",
         source="baseline of Ivkin et al. 2019",
         travels="places and values of the k largest; allgather",
-        wire="(W - 1) (4 k + min(k log2 d, d) / 8)",
+        wire="(W - 1) k (34 + log2(d / k)) / 8",
         bias="contraction, error feedback",
         memory="2 d; d without momentum",
         exact_for="SGD without momentum of its own",

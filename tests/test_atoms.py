@@ -208,7 +208,7 @@ def test_tensors_that_atoms_would_not_shrink_are_sent_as_they_are() -> None:
         assert read_count(payload) == DENSE and payload.size == 4 + 4 * x.size and noise == 0, f"{codec}"
         assert_array_equal(decode(codec, payload, shape), x)
     layout = Layout.of([("w", (10, 4)), ("b", (40,))])
-    simulation = Simulation(Atomo(exchange="allgather"), layout, 2)
+    simulation = Simulation(Atomo(values="float32", exchange="allgather"), layout, 2)
     given = [[heavy(layout.size, rank)] for rank in range(2)]
     assert_allclose(simulation.step(given)[0], np.mean(given, axis=0)[0], rtol=1e-6, atol=1e-7)
 

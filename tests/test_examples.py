@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -60,3 +63,13 @@ def test_both_data_sets_are_split_and_standardised() -> None:
         assert all(set(np.unique(images.y)) == set(range(10)) and images.x.ndim == 4 for images in splits)
     with pytest.raises(ValueError, match="no data set 'cifar'"):
         datasets.load("cifar")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("paper", ["atomo", "dore", "sketched_sgd"])
+def test_papers_experiments_in_short(paper: str, tmp_path: Path) -> None:
+    line = [sys.executable, ROOT / "benchmarks" / "papers" / f"{paper}.py", "--quick", "--output", tmp_path]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "┃" in done.stdout and list(tmp_path.glob("*.png")), done.stdout[-2000:]

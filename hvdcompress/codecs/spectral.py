@@ -82,7 +82,7 @@ class Spectral(Atoms):
         level = water_level(sigmas, self._expected(m, n) if expected is None else expected)
         probabilities = np.minimum(1.0, sigmas / level) if level else (sigmas > 0).astype(np.float64)
         largest = math.ldexp(max(level, float(sigmas.max())), exponent)  # of the coefficients, drawn or not
-        if self._size(m, n, float(probabilities.sum())) >= 4 * x.size or largest > np.finfo(np.float32).max:
+        if self._size(m, n, float(probabilities.sum())) >= 4 * x.size or largest > float(np.finfo(np.float32).max):
             return dense_payload(x)
         drawn = np.flatnonzero(kernels.draw_atoms(sigmas, level, key))
         coefficients = np.ldexp(np.maximum(sigmas[drawn].astype(np.float64), level), exponent).astype(np.float32)

@@ -250,6 +250,15 @@ def test_equal_magnitudes_cost_a_sign_each() -> None:
         assert np.mean(sizes) <= 4000 * share + 5 * np.std(sizes) / 10 + 2, f"{ties} ties: {np.mean(sizes)}"
 
 
+def test_a_budget_that_is_enough_for_all_sends_all() -> None:
+    x = np.zeros(1000, np.float32)
+    x[::20] = heavy(50)
+    for codec in (Entrywise(50), Entrywise(0.1, "ratio"), Entrywise(300, "bytes"), Fourier(2000, "bytes", block=1)):
+        payload, noise = codec.encode(x, 1)
+        assert noise == 0 and payload.size < 400, f"{codec}"
+        assert_allclose(decode(codec, payload, x.shape), x, rtol=1e-6, err_msg=f"{codec}")
+
+
 def test_what_overflows_is_sent_as_it_is() -> None:
     """A level beyond float32 must not come to zero in silence."""
     x = np.full(10_000, 2e35, np.float32)

@@ -221,6 +221,8 @@ class Entrywise(Atoms):
         wanted = self._bytes(n)
         most = min(n, int(4 * wanted))  # a place and a sign take two bits at least
         in_order = kernels.ordered(magnitudes, kernels.top_k(magnitudes, most))
+        if self._size(n, in_order.nonzeros, 0) <= wanted:
+            return 0.0
         low, high = 0.0, float(min(most, in_order.nonzeros))  # of the number of atoms: more of them, more bytes
         level = _float32(kernels.water_level(in_order, high * 2.0**-BISECTIONS)) if high else 0.0
         for _ in range(BISECTIONS):
@@ -269,8 +271,7 @@ class Fourier(Entrywise):
         for part, target in zip(self._blocks(atoms), self._blocks(out)):
             mine = touched[(touched >= start) & (touched < start + len(part))] - start
             rows = kernels.product(np.ascontiguousarray(part[mine]), kernels.cosines(part.shape[1]))
-            for number, row in zip(mine, rows):
-                target[number] = kernels.weighted_sum((1.0, target[number]), (factor, row))
+            target[mine] = kernels.weighted_sum((1.0, target[mine]), (factor, rows)).reshape(rows.shape)
             start += len(part)
 
     def _blocks(self, x: Array) -> Iterator[Array]:

@@ -48,7 +48,7 @@ class Spectral(Atoms):
     >>> out = np.zeros_like(x)
     >>> codec = Spectral(budget=1)
     >>> _ = codec.decode_add(codec.encode(x, key=0).payload, out)
-    >>> bool(np.allclose(out, x, rtol=1e-4))
+    >>> bool(np.allclose(out, x, rtol=2e-3))
     True
 
     Source: as of `Atoms` (Spectral-ATOMO); the Gram matrix is this project's choice.

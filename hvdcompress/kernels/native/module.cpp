@@ -235,7 +235,7 @@ unsigned level_bits(unsigned levels) { return 32u - static_cast<unsigned>(__buil
 
 constexpr std::size_t kByteBlocks = 8;  // so many blocks' codes end with a byte, whatever their width
 
-py::array levels_encode(const py::array& x, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first, bool l2) {
+py::array_t<std::uint8_t> levels_encode(const py::array& x, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first, bool l2) {
     const auto in = floats(x, "x");
     check_block(block);
     check_levels(levels);

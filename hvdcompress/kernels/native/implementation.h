@@ -442,13 +442,25 @@ void levels_encode(const float* x, std::size_t n, std::size_t block, unsigned le
     out.flush();
 }
 
-std::uint32_t largest_code(const std::uint8_t* codes, std::size_t bytes, std::size_t n, unsigned width) {
-    std::uint32_t top = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-        const std::uint32_t code = static_cast<std::uint32_t>(get_bits(codes, bytes, i * width, width));
-        top = code > top ? code : top;
+// n <= 64 codes of `width` <= 16 bits, from the code `at` on: as many at a time as 64 bits hold.
+inline void unpack_codes(std::int32_t* out, const std::uint8_t* codes, std::size_t bytes, std::size_t at, unsigned n, unsigned width) {
+    const unsigned each = 64 / width;
+    const std::uint64_t mask = (std::uint64_t{1} << width) - 1;
+    for (unsigned i = 0; i < n; i += each) {
+        const unsigned count = static_cast<unsigned>(smaller(each, n - i));
+        std::uint64_t bits = get_bits(codes, bytes, (at + i) * width, count * width);
+        for (unsigned k = 0; k < count; ++k) out[i + k] = static_cast<std::int32_t>(bits >> (k * width) & mask);
     }
-    return top;
+}
+
+std::uint32_t largest_code(const std::uint8_t* codes, std::size_t bytes, std::size_t n, unsigned width) {
+    std::int32_t unpacked[64], top = 0;
+    for (std::size_t at = 0; at < n; at += 64) {
+        const unsigned count = static_cast<unsigned>(smaller(64, n - at));
+        unpack_codes(unpacked, codes, bytes, at, count, width);
+        for (unsigned i = 0; i < count; ++i) top = unpacked[i] > top ? unpacked[i] : top;
+    }
+    return static_cast<std::uint32_t>(top);
 }
 
 std::size_t levels_decode_add(float* out, std::size_t n, std::size_t block, unsigned levels, float factor,
@@ -462,10 +474,9 @@ std::size_t levels_decode_add(float* out, std::size_t n, std::size_t block, unsi
         for (std::size_t place = 0; place < size; place += 64) {
             const unsigned count = static_cast<unsigned>(smaller(64, size - place));
             float* part = out + at + place;
-            for (unsigned i = 0; i < count; ++i)
-                drawn[i] = static_cast<std::int32_t>(get_bits(codes, codes_bytes, (at + place + i) * width, width)) -
-                           static_cast<std::int32_t>(levels);
+            unpack_codes(drawn, codes, codes_bytes, at + place, count, width);
             for (unsigned i = 0; i < count; ++i) {
+                drawn[i] -= static_cast<std::int32_t>(levels);
                 const float sum = flush(flush(part[i]) + flush(unit * static_cast<float>(drawn[i])));
                 part[i] = drawn[i] ? sum : part[i];
                 nonzeros += drawn[i] != 0;

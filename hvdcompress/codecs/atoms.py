@@ -15,9 +15,11 @@ from ..core import Array, Bytes
 from ..errors import PayloadError
 from . import places
 from .codec import Encoded
+from .identity import Identity
 
 UNITS = ("atoms", "bytes", "ratio")
 NORM_BUDGETS = ("l2", "max")
+IDENTITY = Identity()
 DENSE = 0xFFFFFFFF  # in place of a number of atoms: the tensor itself follows
 COUNT_BYTES = 4
 LEAST_BYTES = 32
@@ -83,16 +85,13 @@ class Atoms:
 
 def dense_payload(x: Array) -> Encoded:
     """The tensor itself."""
-    return Encoded(np.concatenate([count_bytes(DENSE), x.reshape(-1).astype("<f4").view(np.uint8)]), noise=0.0)
+    payload, noise = IDENTITY.encode(x, key=0)
+    return Encoded(np.concatenate([count_bytes(DENSE), payload]), noise)
 
 
 def decode_dense(payload: Bytes, out: Array, factor: float) -> None:
     """Adds what `dense_payload` packed."""
-    flat = out.reshape(-1)
-    if payload.size != COUNT_BYTES + 4 * flat.size:
-        raise PayloadError(f"a dense payload of {flat.size} elements has {COUNT_BYTES + 4 * flat.size} bytes, not {payload.size}")
-    values = np.ascontiguousarray(payload[COUNT_BYTES:]).view("<f4").astype(np.float32)
-    flat[:] = kernels.weighted_sum((1.0, flat), (factor, values))
+    IDENTITY.decode_add(payload[COUNT_BYTES:], out, factor)
 
 
 def count_bytes(*counts: int) -> Bytes:

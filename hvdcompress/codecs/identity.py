@@ -41,7 +41,9 @@ class Identity:
         if payload.size != 4 * out.size:
             raise PayloadError(f"an identity payload of {out.size} elements has {4 * out.size} bytes, not {payload.size}")
         out = out.reshape(-1)
-        out[:] = kernels.weighted_sum((1.0, out), (factor, np.ascontiguousarray(payload).view("<f4")))
+        # A payload may begin anywhere in what was received; kernels want floats that are aligned.
+        values = np.ascontiguousarray(payload).view("<f4").astype(np.float32)
+        out[:] = kernels.weighted_sum((1.0, out), (factor, values))
         return 1.0
 
     def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:

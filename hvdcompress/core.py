@@ -191,6 +191,9 @@ class Reducer(Protocol):
         What depends on the data goes by `metrics`, as an `Outcome` has them, or by what is usual.
         """
 
+    def residual(self, state: State) -> float:
+        """Squared l2 norm of what this rank keeps of gradients that have not been applied yet; 0 where nothing is."""
+
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         """Asks for the collectives of one step and returns the mean over ranks with the memory after the step.
 

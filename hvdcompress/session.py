@@ -14,6 +14,7 @@ in place of the payloads that this rank still owes or, if it owes none, with the
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import struct
@@ -110,6 +111,8 @@ class Session:
         self.states: list[State] = [reducer.init(layout, group) for layout in self.layouts]
         self.facts = {**_facts(reducer, self.layouts, group), **(facts or {})}
         self._facts_digest = hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
+        self._options = repr(reducer)  # by now
+        self.met = False  # the ranks have exchanged their handshakes, and agree
         self.committed = 0  # steps, and the number of the step that is going on
         self.abandoned = 0  # steps
         self.last, self.total = traffic.Traffic(), traffic.Traffic()
@@ -117,7 +120,7 @@ class Session:
         self._bucket_metrics: list[Mapping[str, float]] = []
         self.seconds = dict.fromkeys(("encode", "wait", "decode"), 0.0)
         self._unreported: BaseException | None = None
-        self._restarts = 0
+        self._restarts, self._resets = 0, 0
         self._begin()
 
     def _begin(self) -> None:
@@ -137,6 +140,40 @@ class Session:
         dense = [traffic.dense(4 * layout.size, self.group.size).dense for layout in self.layouts]
         sent = [self.reducer.wire_bytes(layout, self.group) for layout in self.layouts]
         return [bucket for bucket, (s, d) in enumerate(zip(sent, dense)) if s >= d > 0]
+
+    def residual(self) -> float:
+        """Squared l2 norm of what this rank keeps of gradients that have not been applied yet."""
+        return sum(self.reducer.residual(state) for state in self.states)
+
+    def reset(self) -> None:
+        """Empties the memory of all buckets; every rank does it between the same two steps, or the next one raises."""
+        self._resets += 1
+        self.states = [self.reducer.init(layout, self.group) for layout in self.layouts]
+        self.restart()
+
+    def change(self, **options: Any) -> None:
+        """Goes on with other options of the method, from the next step; every rank alike, or that step raises.
+
+        Raises:
+            ValueError: an option is unknown or out of its range, or the memory of a step before has no place in the method
+                that it would make; nothing is changed.
+            CompressionError: a step is going on.
+        """
+        if self.begun:
+            raise CompressionError("options can be changed between steps only")
+        reducer = with_options(self.reducer, options)
+        for state in self.states:
+            new = reducer.init(state.layout, self.group)
+            kinds = [
+                [(stage.kind, stage.dtype, stage.op) for stage in r.stages(state.layout, self.group)]
+                for r in (self.reducer, reducer)
+            ]
+            if _forms(new) != _forms(state) or kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"{self.reducer} cannot become {reducer} during training: its memory or its exchanges are others, with "
+                    "exchange='auto' perhaps by a new choice; fix exchange= or start anew"
+                )
+        self.reducer, self._options = reducer, repr(reducer)
 
     def stats(self) -> Stats:
         return Stats(self.committed, self.abandoned, self.last, self.total, dict(self.seconds), dict(self.metrics))
@@ -174,7 +211,8 @@ class Session:
 
     def handshake(self) -> Bytes:
         """The record of before the first step: all that the ranks must agree on, or this rank's failure."""
-        return self._record(OK, json.dumps(self.facts))
+        changed = {} if self._options == self.facts["method"] else {"options by now": self._options}
+        return self._record(OK, json.dumps({**self.facts, **changed}))
 
     def check_handshake(self, records: Sequence[Bytes]) -> None:
         """Reads the first record of every rank.
@@ -189,6 +227,17 @@ class Session:
             if text != texts[0]:
                 difference = _difference(json.loads(texts[0]), json.loads(text))
                 raise MismatchError(f"ranks 0 and {rank} differ in {difference}: give every rank the same")
+        self.met = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step is going on."""
+        return bool(self._runs)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks have agreed on the step that is going on; if not, what they still send is of no account."""
+        return self._verdict is True
 
     def restart(self) -> None:
         """Forgets what was begun of the step: a rank has given up its backward pass, and its gradients come anew.
@@ -307,8 +356,8 @@ class Session:
         if self._failure is not None:
             status, text, self._unreported = ERROR, _message(self._failure), None
         rates = {bucket: run.lr for bucket, run in sorted(self._runs.items()) if run.lr is not None}
-        digest = hashlib.sha256(json.dumps([self._facts_digest, rates, self._restarts]).encode()).digest()[:8]
-        return Record(status, self.committed, digest, text).pack()
+        agreed = repr([self._facts_digest, self._options, rates, self._restarts, self._resets])
+        return Record(status, self.committed, hashlib.sha256(agreed.encode()).digest()[:8], text).pack()
 
     def _read(self, buffers: Sequence[Bytes], first: bool) -> list[Record]:
         own = buffers[self.group.rank]
@@ -329,7 +378,7 @@ class Session:
             if record.digest != records[0].digest and not first:
                 raise MismatchError(
                     f"ranks 0 and {rank} no longer agree: on the options, the tensors, the learning rate, or on how often a "
-                    "backward pass was given up"
+                    "backward pass was given up or the memory emptied"
                 )
         return records
 
@@ -342,10 +391,27 @@ class Session:
         return averages
 
 
+def with_options(reducer: Reducer, options: Mapping[str, Any]) -> Reducer:
+    """The same method with other options.
+
+    Raises:
+        ValueError: an option is unknown or out of its range.
+    """
+    known = [field.name for field in dataclasses.fields(reducer)]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{reducer} has no option {name!r}; it has {', '.join(known) or 'none'}")
+    return dataclasses.replace(reducer, **options)  # type: ignore[type-var]
+
+
 def check_memory(state: Mapping[str, Any]) -> None:
     """Raises a CompressionError if this does not come from `Session.state_dict`."""
     if not {"step", "rank", "facts", "arrays"} <= set(state):
         raise CompressionError(f"this is no memory of a compressor: it has {sorted(state)}")
+
+
+def _forms(state: State) -> dict[str, Any]:
+    return {name: (array.shape, array.dtype) for name, array in state.arrays.items()}
 
 
 class _Run:

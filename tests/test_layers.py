@@ -24,7 +24,9 @@ LAYERS = [
     ("traffic",),
     ("session",),
     ("drivers",),
-    ("torch", "testing"),
+    ("adapter", "compression", "schedule"),
+    ("torch", "tensorflow", "testing"),
+    ("keras",),
 ]
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}

@@ -72,6 +72,9 @@ class Accumulation:
             arrays["u"] = kernels.zeros(layout.size)
         return State(layout, group, arrays)
 
+    def residual(self, state: State) -> float:
+        return kernels.sum_of_squares(state.arrays["v"])
+
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         arrays, split = state.arrays, split_of(state.layout, self.exact_below)
         u = kernels.weighted_sum((self.momentum, arrays["u"]), (1.0, grad)) if self.momentum else grad

@@ -39,6 +39,9 @@ class Dense:
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
         return ring_bytes(self.stages(layout, group), group)
 
+    def residual(self, state: State) -> float:
+        return 0.0
+
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         total = yield AllReduce(grad, "sum")
         return Outcome(kernels.divide(total, state.group.size), state, paper_bytes=8 * grad.size)

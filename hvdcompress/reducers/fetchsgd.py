@@ -79,6 +79,9 @@ class FetchSGD:
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
         return self._one_round().wire_bytes(layout, group)
 
+    def residual(self, state: State) -> float:
+        return kernels.sum_of_squares(state.arrays["Se"].reshape(-1)) / self.rows  # by the sketch's own estimate
+
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         layout, group, arrays = state
         split = split_of(layout, self.exact_below)

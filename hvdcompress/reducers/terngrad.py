@@ -109,6 +109,9 @@ class TernGradShared:
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
         return ring_bytes(self.stages(layout, group), group)
 
+    def residual(self, state: State) -> float:
+        return 0.0
+
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         layout, group, _ = state
         x, slices = _clipped(grad, layout, self.clip), list(layout.slices.values())

@@ -130,6 +130,9 @@ class TwoPass:
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
         return _predict(self.settings(layout), self._exchange(layout, group), layout, group.size, metrics or {})
 
+    def residual(self, state: State) -> float:
+        return sum(kernels.sum_of_squares(state.arrays[name]) for name in ("own_e", "e") if name in state.arrays)
+
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         layout, group, arrays = state
         settings, exchange = self.settings(layout), self._exchange(layout, group)

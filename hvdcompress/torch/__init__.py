@@ -11,72 +11,48 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import horovod.torch as hvd
 
-from .. import spec
+from ..compression import Methods
 from ..errors import CompressionError, MismatchError, PayloadError
-from ..reducers import make, methods
-from .binding import Parameters
+from ..schedule import ByEpoch, Schedule
 from .compressor import Compressor
 
-__all__ = ["Compression", "CompressionError", "Compressor", "MismatchError", "PayloadError"]
+__all__ = ["Compression", "CompressionError", "CompressionSchedule", "Compressor", "MismatchError", "PayloadError"]
 
 
-class _Methods(type):
-    """Offers every method of the registry as `Compression.<name>(parameters, **options)`."""
-
-    def __getattr__(cls, name: str) -> Callable[..., Compressor]:
-        if name not in methods:
-            raise AttributeError(f"there is no compression {name!r}; there are {', '.join(['none', 'fp16', *sorted(methods)])}")
-
-        adapter = inspect.signature(Compressor).parameters
-
-        def compression(parameters: Parameters, **options: Any) -> Compressor:
-            own = {key: options.pop(key) for key in list(options) if key in adapter}
-            return Compressor(parameters, make(name, **options), **own)
-
-        compression.__name__ = name
-        compression.__doc__ = f"A `Compressor` with this method; its options may be given too.\n\n{methods[name].__doc__}"
-        first = adapter["parameters"]
-        options = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(methods[name]).parameters.values()]
-        further = [p for p in adapter.values() if p.kind is p.KEYWORD_ONLY]
-        compression.__signature__ = inspect.Signature([first, *options, *further])  # type: ignore[attr-defined]
-        return compression
-
-    def __dir__(cls) -> list[str]:
-        return ["none", "fp16", "parse", *sorted(methods)]
-
-
-class Compression(metaclass=_Methods):
+class Compression(metaclass=Methods):
     """What may be given as `compression=`: `none` and `fp16` are Horovod's own, the others are this project's methods.
 
     `Compression.dore(model, block=64, scales="byte")`: the first argument is the model or its named parameters; options
-    of the method and of `Compressor` follow by name.
+    of the method and of `Compressor` follow by name. `Compression.parse("dore:block=64", model)` reads a line of text.
     """
 
+    compressor = Compressor
     none = hvd.Compression.none
     fp16 = hvd.Compression.fp16
 
-    @classmethod
-    def parse(cls, text: str, parameters: Parameters, **options: Any) -> Any:
-        """What a line such as "none" or "atomo:atoms=spectral,budget=3" names, for scripts and command lines.
 
-        Raises:
-            ValueError: the name or an option is unknown, or out of its range.
-        """
-        name, given = spec.parse(text)
-        if name in ("none", "fp16"):
-            if given or options:
-                raise ValueError(f"{text!r}: {name} has no options")
-            return getattr(cls, name)
-        if name not in methods:
-            raise ValueError(f"there is no compression {name!r}; there are {', '.join(['none', 'fp16', *sorted(methods)])}")
-        known = list(inspect.signature(getattr(cls, name)).parameters)[1:]
-        for option in given:
-            if option not in known:
-                raise ValueError(f"the compression {name!r} has no option {option!r}; it has {', '.join(known)}")
-        return getattr(cls, name)(parameters, **{**given, **options})
+class CompressionSchedule:
+    """Changes options of the method from epoch to epoch, in the way of `torch.optim.lr_scheduler`.
+
+    `schedule = CompressionSchedule(compression, ratio={0: 0.2, 3: 0.05})`, and `schedule.step()` after each epoch, on every
+    rank.
+
+    Args:
+        compression: the compressor.
+        epoch: the one that comes first; another than 0 when training is taken up again.
+        options: as `hvdcompress.schedule.Schedule` takes them.
+
+    Raises:
+        ValueError: an option is unknown, out of its range, or cannot be changed during training.
+    """
+
+    def __init__(self, compression: Compressor, *, epoch: int = 0, **options: ByEpoch):
+        self.compression, self.epoch, self._schedule = compression, epoch, Schedule(options)
+        compression.change(**self._schedule(epoch))
+
+    def step(self) -> None:
+        """Goes on to the next epoch."""
+        self.epoch += 1
+        self.compression.change(**self._schedule(self.epoch))

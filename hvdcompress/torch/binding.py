@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Union
 
 import torch
 
-from ..core import Layout
+from ..adapter import Cut, Tensor
 from ..errors import CompressionError
 
 Parameters = Union[torch.nn.Module, Iterable[tuple[str, torch.nn.Parameter]]]
@@ -35,40 +35,21 @@ class Binding:
 
     Args:
         parameters: the model, or pairs of name and parameter.
-        whole_model: one bucket has everything; else buckets are cut, and small tensors are in none.
-        bucket_mb: size of a bucket, in MiB of float32.
-        dense_below: tensors of fewer elements, or of one dimension or none, are small.
+        cut: into buckets.
         optimizer: if given, no bucket has parameters of two of its groups.
 
     Raises:
         ValueError: there is nothing to train, or something that cannot be compressed.
     """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        whole_model: bool,
-        bucket_mb: float,
-        dense_below: int,
-        optimizer: torch.optim.Optimizer | None = None,
-    ):
-        self.bounds: list[Bound] = []
-        members: list[list[tuple[str, torch.Size]]] = []
-        room, last_group = 0.0, None
-        for name, parameter in reversed(_trained(parameters)):
+    def __init__(self, parameters: Parameters, cut: Cut, optimizer: torch.optim.Optimizer | None = None):
+        trained = list(reversed(_trained(parameters)))
+        for name, parameter in trained:
             if parameter.is_complex():
                 raise ValueError(f"parameter {name!r} is complex, which compression does not support")
-            if not whole_model and (parameter.dim() < 2 or parameter.numel() < dense_below):
-                self.bounds.append(Bound(name, parameter, None))
-                continue
-            group = _group_of(parameter, optimizer)
-            if not members or (not whole_model and (room <= 0 or group is not last_group)):
-                members.append([])
-                room = bucket_mb * 2**20
-            members[-1].append((name, parameter.shape))
-            room, last_group = room - 4 * parameter.numel(), group
-            self.bounds.append(Bound(name, parameter, len(members) - 1))
-        self.layouts = [Layout.of(bucket, number) for number, bucket in enumerate(members)]
+        owners = [_group_of(parameter, optimizer) for _, parameter in trained]
+        where, self.layouts = cut.buckets(Tensor(name, tuple(p.shape), owner) for (name, p), owner in zip(trained, owners))
+        self.bounds = [Bound(name, parameter, bucket) for (name, parameter), bucket in zip(trained, where)]
 
     def find(self, tensor: torch.Tensor, arrived: Collection[int], expected: Sequence[int]) -> int:
         """The number of the parameter whose gradient a tensor is.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -15,16 +15,14 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from .. import options, settings, traffic
+from .. import adapter, options, traffic
+from ..adapter import Cut
 from ..core import AllGather, Array, Group, Reducer
 from ..drivers import blocking
 from ..drivers.torch import Handle, Transport
 from ..errors import CompressionError
-from ..reducers import Dense
-from ..session import STATUS_BYTES, Session, Stats, check_memory
+from ..session import STATUS_BYTES, Session, Stats, check_memory, with_options
 from .binding import Binding, Bound, Parameters, UnboundError
-
-HANDSHAKE_SECONDS = 20.0  # where HVDCOMPRESS_HANDSHAKE_SECONDS is not set
 
 _instances: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of compressors in use, by process set
 
@@ -79,20 +77,18 @@ class Compressor:
         optimizer: torch.optim.Optimizer | None = None,
     ):
         options.choice("unbound", unbound, ("error", "dense"))
-        options.number("bucket_mb", bucket_mb, 0, above=True)
-        options.whole("dense_below", dense_below, 0)
         options.whole("seed", seed, 0)
         if getattr(method, "rescale", False) and optimizer is None:
             raise ValueError("rescale=True goes by the learning rates: give the optimizer as well, optimizer=...")
         self.method = method
         self._set = process_set or hvd.global_process_set
         self._seed, self._unbound, self._optimizer = seed, unbound, optimizer
-        self._patience = settings.number("HVDCOMPRESS_HANDSHAKE_SECONDS", HANDSHAKE_SECONDS)
-        self.binding = Binding(parameters, method.whole_model, bucket_mb, dense_below, optimizer)
+        self.binding = Binding(parameters, Cut(method.whole_model, bucket_mb, dense_below), optimizer)
         self._flat = [np.zeros(layout.size, np.float32) for layout in self.binding.layouts]
         self._transport: Transport | None = None
         self._session: Session | None = None
         self._greeting: Handle | None = None
+        self._changes: dict[str, Any] = {}  # of the method's options
         self._to_load: Mapping[str, Any] | None = None
         self._order: list[int] = []  # in which the gradients of the last step came
         self._status: Handle | None
@@ -135,7 +131,7 @@ class Compressor:
             return tensor
         if self._failure is not None:
             raise CompressionError(f"the step has failed already: {self._failure}") from self._failure
-        factor = self._factor(tensor[-2:].tolist())
+        factor = adapter.factor_of(tensor[-2:].tolist(), self._set.size())
         if not self._ended:
             self._end_step()
         if ctx is REFUSED:
@@ -165,6 +161,26 @@ class Compressor:
         group, methods_part = self._session.group, self._session.predicted_bytes()
         beside = sum(self._handed_bytes(bound) for bound in self.binding.bounds)
         return methods_part + traffic.allreduced(beside, group.size).wire + (group.size - 1) * STATUS_BYTES
+
+    def residual_norm(self) -> float:
+        """l2 norm of what this rank keeps of gradients that have not been applied yet."""
+        return math.sqrt(self._session.residual()) if self._session else 0.0
+
+    def change(self, **options: Any) -> None:
+        """Goes on with other options of the method from the next step; call it between two steps, on every rank alike.
+
+        Raises:
+            ValueError: an option is unknown, out of its range, or cannot be changed during training; nothing is changed.
+        """
+        with_options(self.method, {**self._changes, **options})
+        if self._session is not None:
+            self._session.change(**options)
+        self._changes.update(options)
+
+    def reset(self) -> None:
+        """Empties the memory, as after weights were replaced; call it between two steps, on every rank alike."""
+        if self._session is not None:
+            self._session.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory, as arrays (torch tensors), numbers and strings. Each rank must keep its own."""
@@ -215,6 +231,7 @@ class Compressor:
             group = Group(self._set.rank(), self._set.size(), self._seed)
             session = Session(self.method, self.binding.layouts, group, {"unbound": self._unbound, **self.binding.facts()})
             try:
+                session.change(**self._changes)
                 if self._to_load is not None:
                     session.load_state_dict(self._to_load)
             except CompressionError as failure:
@@ -224,34 +241,19 @@ class Compressor:
                 session.fail(error)
             transport = self._transport_in_use
             greeting = transport.submit(AllGather(session.handshake()), blocking.STATUS)
-            deadline = time.monotonic() + self._patience
+            deadline = time.monotonic() + adapter.patience()
             while not transport.done(greeting) and time.monotonic() < deadline:
                 time.sleep(0.001)
             if transport.done(greeting):
                 session.check_handshake(transport.wait(greeting))
             else:
-                warnings.warn(
-                    f"some rank has not begun to train with compression for {self._patience:g} s: is the same compression= "
-                    "given on every rank, and the process set to both the optimizer and the compressor?",
-                    stacklevel=2,
-                )
+                adapter.warn_of_waiting()
                 self._greeting = greeting
             self._session = session
-            self._warn_of_nothing_saved(session)
+            adapter.warn_of_nothing_saved(session)
         elif error is not None:
             self._session.fail(error)
         return self._session
-
-    def _warn_of_nothing_saved(self, session: Session) -> None:
-        unsaved = session.unsaved()
-        if unsaved and session.group.rank == 0 and not isinstance(self.method, Dense):
-            share = sum(session.layouts[bucket].size for bucket in unsaved) / sum(layout.size for layout in session.layouts)
-            warnings.warn(
-                f"with {session.group.size} ranks {self.method} sends no fewer bytes than a dense allreduce for {len(unsaved)} "
-                f"of {len(session.layouts)} buckets, {share:.0%} of what it is given: use another method or other options",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     @property
     def _transport_in_use(self) -> Transport:
@@ -263,14 +265,11 @@ class Compressor:
 
     def _second_momentum(self) -> CompressionError | None:
         """An error if the optimizer that calls has a momentum beside the method's own."""
-        own, optimizer = getattr(self.method, "momentum", 0), _calling_optimizer(self)
-        for group in optimizer.param_groups if own and optimizer else ():
-            theirs = group.get("momentum") or group.get("betas", (0,))[0]
-            if theirs:
-                return CompressionError(
-                    f"the optimizer has a momentum of {theirs} and {self.method} has {own}: momentum would be applied "
-                    "twice; use SGD with momentum=0, or give the compression momentum=0"
-                )
+        optimizer = _calling_optimizer(self)
+        for group in optimizer.param_groups if optimizer else ():
+            error = adapter.second_momentum(self.method, group.get("momentum") or group.get("betas", (0,))[0])
+            if error is not None:
+                return error
         return None
 
     def _take(self, bound: Bound, tensor: torch.Tensor, session: Session) -> torch.Tensor:
@@ -334,19 +333,7 @@ class Compressor:
 
     def _token(self) -> torch.Tensor:
         """float32[2] that Horovod allreduces: its outcome tells what was done to it, and among whom."""
-        return torch.tensor([1.0, (self._set.rank() + 1) ** 2])
-
-    def _factor(self, token: list[float]) -> float:
-        """What Horovod multiplied the mean by: 1 for Average, the number of ranks for Sum."""
-        factor, size = token[0], self._set.size()
-        mean_square = (size + 1) * (2 * size + 1) / 6
-        if not (factor > 0 and abs(token[1] - factor * mean_square) <= 1e-3 * factor * mean_square):
-            raise CompressionError(
-                f"Horovod made {token} of what should be in the proportion 1 to {mean_square:g}: use op=hvd.Average or hvd.Sum, "
-                "give the optimizer's process set to the compressor as well, and do not call hvd.join() before all ranks "
-                "have stopped"
-            )
-        return float(round(factor)) if abs(factor - round(factor)) < 1e-5 * factor else factor
+        return torch.tensor(adapter.token(self._set.rank()))
 
 
 def _calling_optimizer(compressor: Compressor) -> torch.optim.Optimizer | None:

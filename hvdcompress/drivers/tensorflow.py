@@ -1,0 +1,249 @@
+"""Builds the step of a session into a TensorFlow graph: Python calls make and take payloads, Horovod's operations move them.
+
+    start a bucket            a call: gradients -> payload of its first collective
+    ... every bucket
+    status                    a call -> record -> allgather -> a call: do the ranks agree?
+    advance a bucket          a call: reply -> payload of its next collective
+    ... every bucket, every stage
+    finish                    a call -> the means
+
+A graph is static: what it asks for is what a reducer's `stages` say, with lengths that may differ from step to step. A
+step that the ranks do not agree on goes through the same collectives, with nothing in them.
+
+Calls run one after the other, in the order in which they are built, and nothing communicates inside of one. The first
+step that is *executed*, of whichever trace, begins with the handshake. Horovod's operations are not stateful, so a graph
+optimiser merges those of equal inputs and drops those whose output is not used: here every input comes out of a call, and
+every output goes into one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from .. import frame, traffic
+from ..core import AllGather, AllReduce, AllToAll, Collective, Stage
+from ..session import Session
+from . import blocking
+
+FILLER = np.zeros(1, np.uint8)  # what goes through a collective of a step that was given up
+
+
+class Transport:
+    """Horovod's operations over a process set.
+
+    Args:
+        prefix: of the operations' names, the same on all ranks and nobody else's; without "/" and ":".
+        process_set: who takes part.
+    """
+
+    def __init__(self, prefix: str, process_set: Any):
+        self._prefix, self._set = prefix, process_set
+
+    def where(self, name: str) -> dict[str, Any]:
+        """Name and process set of an operation, as Horovod takes them."""
+        return {"name": f"{self._prefix}_{name}", "ignore_name_scope": True, "process_set": self._set}
+
+    def exchange(self, stage: Stage, payload: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """The tensors of a reply, `payload` being those of `_payload`."""
+        if stage.kind is AllReduce:
+            return [hvd.allreduce(payload[0], op={"sum": hvd.Sum, "max": hvd.Max}[stage.op], **self.where(name))]
+        if stage.kind is AllToAll:
+            return list(hvd.alltoall(payload[0], splits=payload[1], **self.where(name)))
+        return [hvd.allgather(payload[0], **self.where(name))]
+
+    def gather(self, payload: tf.Tensor, name: str) -> tf.Tensor:
+        return hvd.allgather(payload, **self.where(name))
+
+
+class Program:
+    """The step of a session, to be built into as many graphs as there are traces.
+
+    Args:
+        session: of this rank.
+        transport: between the ranks.
+        late: called when other ranks let this one wait for their handshakes for `patience` seconds.
+    """
+
+    def __init__(self, session: Session, transport: Transport, late: Callable[[], None], patience: float):
+        self.session, self.transport = session, transport
+        self._late, self._patience = late, patience
+        self._flat = [np.zeros(layout.size, np.float32) for layout in session.layouts]
+        self._timer: threading.Timer | None = None
+        self._waits_since = self._decoded_then = 0.0
+
+    def build(
+        self, gradients: Sequence[Sequence[tf.Tensor]], beside: Sequence[tf.Tensor], sent: traffic.Traffic, lr: tf.Tensor | None
+    ) -> tuple[list[list[tf.Tensor]], tf.Tensor]:
+        """Builds a step into the graph that is the default.
+
+        Args:
+            gradients: float32, those of each bucket in the order of its layout.
+            beside: other tensors of the step; it is given up if they are not finite.
+            sent: the bytes that do not go through the session.
+            lr: the learning rate, float32[], if the method asks for it.
+
+        Returns:
+            The means in the form of `gradients`, and float32[]: 1. Both are NaN if the step was given up.
+        """
+        session, transport = self.session, self.transport
+        calls, layouts = _Calls(), session.layouts
+        rates = [] if lr is None else [lr]
+        calls.after(tf.cond(calls(self._meets, [], [tf.bool])[0], self._build_handshake, lambda: tf.constant(0, tf.int8)))
+        stages = [session.reducer.stages(layout, session.group) for layout in layouts]
+        pending = []
+        for bucket, members in enumerate(gradients):
+            start = _bind(self._start, bucket, lr is not None)
+            payload = calls(start, [*rates, *members], _types(stages[bucket][0]))
+            pending.append(transport.exchange(stages[bucket][0], payload, blocking.name(bucket, 0)))
+        record = calls(_bind(self._record, sent), beside, [tf.uint8])
+        calls(self._agree, [transport.gather(record[0], blocking.STATUS)], [tf.int8])
+        for number in range(max(map(len, stages), default=0)):
+            for bucket in range(len(layouts)):
+                if number < len(stages[bucket]):
+                    following = stages[bucket][number + 1] if number + 1 < len(stages[bucket]) else None
+                    advance = _bind(self._advance, bucket, stages[bucket][number], following)
+                    payload = calls(advance, pending[bucket], _types(following) if following else [tf.int8])
+                    if following:
+                        pending[bucket] = transport.exchange(following, payload, blocking.name(bucket, number + 1))
+        results = iter(calls(self._finish, [], [tf.float32] * (sum(map(len, gradients)) + 1)))
+        fine = tf.ensure_shape(next(results), [])
+        return [[tf.ensure_shape(next(results), g.shape) for g in members] for members in gradients], fine
+
+    def _build_handshake(self) -> tf.Tensor:
+        calls = _Calls()
+        greeting = calls(self._greet, [], [tf.uint8])
+        return calls(self._check_handshake, [self.transport.gather(greeting[0], "handshake")], [tf.int8])[0]
+
+    # The calls.
+
+    def _meets(self) -> Any:
+        if self.session.begun:  # a step broke off in the middle: an error of Horovod's
+            self.session.restart()
+        return np.bool_(not self.session.met)
+
+    def _greet(self) -> Any:
+        self._timer = threading.Timer(self._patience, self._late)
+        self._timer.daemon = True
+        self._timer.start()
+        return self.session.handshake()
+
+    def _check_handshake(self, gathered: Any) -> Any:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.session.check_handshake(frame.split(gathered, self.session.group.size))
+        return np.int8(0)
+
+    def _start(self, bucket: int, has_rate: bool, *arrays: Any) -> Any:
+        began, session, flat = time.perf_counter(), self.session, self._flat[bucket]
+        lr = float(arrays[0]) if has_rate else None
+        try:
+            for where, array in zip(session.layouts[bucket].slices.values(), arrays[has_rate:]):
+                flat[where] = array.reshape(-1)
+        except Exception as error:  # the peers are owed an answer
+            session.fail(error)
+        session.seconds["encode"] += time.perf_counter() - began
+        return _payload(session.start(bucket, flat, lr))
+
+    def _record(self, sent: traffic.Traffic, *beside: Any) -> Any:
+        for array in beside:
+            self.session.check_finite(bool(np.isfinite(array).all()))
+        self.session.count(sent)
+        self._waits_since, self._decoded_then = time.perf_counter(), self.session.seconds["decode"]
+        return self.session.record()
+
+    def _agree(self, gathered: Any) -> Any:
+        return np.int8(self.session.agree(frame.split(gathered, self.session.group.size)))
+
+    def _advance(self, bucket: int, stage: Stage, following: Stage | None, *reply: Any) -> Any:
+        request = None
+        if self.session.goes_on:
+            request = self.session.advance(bucket, _reply(stage, reply, self.session.group.size))
+        if following is None:
+            return np.int8(0)
+        return _payload(request) if request is not None else _filler(following, self.session.group.size)
+
+    def _finish(self) -> Any:
+        session = self.session
+        decoding = session.seconds["decode"] - self._decoded_then
+        session.seconds["wait"] += time.perf_counter() - self._waits_since - decoding
+        means = session.finish()
+        fine = np.float32("nan") if means is None else np.float32(1)
+        pieces = []
+        for bucket, layout in enumerate(session.layouts):
+            mean = means[bucket] if means is not None else np.full(layout.size, np.nan, np.float32)
+            # Copies: TensorFlow works in place on what it is given, and the memory may hold on to a mean.
+            pieces += [mean[where].reshape(shape).copy() for where, shape in zip(layout.slices.values(), layout.shapes)]
+        return [fine, *pieces]
+
+
+class _Calls:
+    """Calls of Python functions as operations of a graph, each after the one before."""
+
+    def __init__(self) -> None:
+        self._before: list[tf.Tensor] = []
+
+    def __call__(self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[Any]) -> list[tf.Tensor]:
+        with tf.control_dependencies(self._before):
+            made = tf.numpy_function(_without_writing(function), list(inputs), list(dtypes))
+        outputs = list(made) if isinstance(made, (list, tuple)) else [made]  # one alone where functions run eagerly
+        self.after(outputs[0])
+        return outputs
+
+    def after(self, tensor: tf.Tensor) -> None:
+        """What is called next is called when `tensor` is there."""
+        self._before = [tensor]
+
+
+def _without_writing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with arguments that cannot be written to: they are memory of TensorFlow's, perhaps a variable's."""
+
+    def call(*arrays: Any) -> Any:
+        for array in arrays:
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+        return function(*arrays)
+
+    return call
+
+
+def _bind(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    return lambda *arrays: function(*first, *arrays)
+
+
+def _types(stage: Stage) -> list[Any]:
+    """The dtypes of what `_payload` makes for a stage."""
+    if stage.kind is AllReduce:
+        return [tf.as_dtype(stage.dtype)]
+    return [tf.uint8, tf.int32] if stage.kind is AllToAll else [tf.uint8]
+
+
+def _payload(request: Collective) -> list[Any]:
+    """What goes into Horovod's operation: an array, for an alltoall with the number of bytes for each rank."""
+    if isinstance(request, AllReduce):
+        return [request.array]
+    if isinstance(request, AllToAll):
+        return [np.concatenate(request.payloads), np.array([p.size for p in request.payloads], np.int32)]
+    return [request.payload]
+
+
+def _filler(stage: Stage, size: int) -> list[Any]:
+    if stage.kind is AllReduce:
+        return [np.zeros(stage.length, stage.dtype)]
+    return _payload(AllToAll([FILLER] * size) if stage.kind is AllToAll else AllGather(FILLER))
+
+
+def _reply(stage: Stage, tensors: Sequence[Any], size: int) -> Any:
+    """What a reducer is sent, from what came out of Horovod's operation."""
+    if stage.kind is AllReduce:
+        return tensors[0]
+    if stage.kind is AllToAll:
+        received, sizes = tensors
+        return np.split(received, np.cumsum(sizes)[:-1])
+    return frame.split(tensors[0], size)

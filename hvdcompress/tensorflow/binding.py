@@ -1,0 +1,186 @@
+"""Binds a compressor to an optimizer or a tape of Horovod's: it takes the place of the function that averages their gradients.
+
+No module is patched: what is replaced is an attribute of the one object. The function that was there is asked what Horovod
+was told: the operation, the process set, and so on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from ..adapter import second_momentum
+from ..errors import CompressionError
+from .compressor import Compressor, refuse_graph
+from .reduction import Treatment, is_loss_scaled, not_converted
+
+
+class Told(NamedTuple):
+    """What Horovod was told when it made an optimizer or a tape."""
+
+    compression: Any
+    op: Any
+    sparse_as_dense: bool
+    process_set: Any
+
+
+class Bound:
+    """Averages gradients in the place of Horovod's function.
+
+    Args:
+        compressor: how.
+        told: what Horovod was told.
+        optimizer: the one that applies the gradients, as the user has it: perhaps a LossScaleOptimizer; None if unknown.
+    """
+
+    def __init__(self, compressor: Compressor, told: Told, optimizer: Any):
+        self.compressor, self.told, self.optimizer = compressor, told, optimizer
+
+    @not_converted
+    def __call__(self, grads: Sequence[Any], vars: Sequence[tf.Variable], use_generic_names: bool = False) -> list[Any]:
+        """Horovod's arguments: gradients, None among them, and the variables that they are of."""
+        told, process_set = self.told, self.told.process_set
+        if not process_set.included() or process_set.size() == 1:
+            return list(grads)
+        averaged: list[Any] = list(grads)
+        dense = []
+        for place, (gradient, variable) in enumerate(zip(grads, vars)):
+            if isinstance(gradient, tf.IndexedSlices):
+                if not told.sparse_as_dense:
+                    averaged[place] = hvd.allreduce(gradient, op=told.op, process_set=process_set)
+                    continue
+                gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
+            if gradient is not None:
+                dense.append((place, gradient, variable))
+        if not dense:
+            return averaged
+        if not tf.executing_eagerly():
+            refuse_graph(tf.compat.v1.get_default_graph())
+        places, gradients, variables = zip(*dense)
+        reduction = self.compressor.reduction(variables, gradients, process_set)
+        factor = float(process_set.size()) if told.op == hvd.Sum else 1.0
+        for place, mean in zip(places, reduction(gradients, Treatment(factor, self.optimizer))):
+            averaged[place] = mean
+        return averaged
+
+
+def attach(target: Any, compression: Any = None, *, optimizer: Any = None) -> Any:
+    """Binds a compressor to what `hvd.DistributedOptimizer` or `hvd.DistributedGradientTape` has made.
+
+    Args:
+        target: the optimizer, or the LossScaleOptimizer around it, before its first step; or the tape.
+        compression: the compressor; by default the one that Horovod was given. Of `Compression.none` and `fp16` Horovod
+            takes care itself: nothing is done.
+        optimizer: for a tape, the optimizer that applies its gradients. If it is a LossScaleOptimizer the gradients are taken
+            to be of a loss that it has scaled, and are returned so; a method with `rescale` asks it for the learning rate.
+
+    Returns:
+        `target`.
+
+    Raises:
+        ValueError: the target or the combination is not supported; the message says what to do.
+    """
+    of_tape = isinstance(target, tf.GradientTape)
+    if not of_tape:
+        optimizer = target
+    inner = target.inner_optimizer if is_loss_scaled(target) else target
+    reduce = getattr(inner, "_allreduce_grads", None)
+    if reduce is None:
+        raise ValueError(
+            f"{type(target).__name__} is not of Horovod: wrap it in hvd.DistributedOptimizer or DistributedGradientTape"
+        )
+    told = reduce.told if isinstance(reduce, Bound) else _told(reduce)
+    compressor = told.compression if compression is None else compression
+    if not isinstance(compressor, Compressor):
+        if isinstance(reduce, Bound):
+            raise ValueError("a compressor is bound to this already: make a new one for another compression")
+        return target
+    if told.op not in (hvd.Average, hvd.Sum):
+        raise ValueError("compression averages or sums: use op=hvd.Average or hvd.Sum, not Adasum, Min, Max or Product")
+    if isinstance(inner, tf.compat.v1.train.Optimizer):
+        raise ValueError("an optimizer of TensorFlow 1 is not supported: use one of Keras, or a tape")
+    error = second_momentum(compressor.method, _momentum(optimizer))
+    if error is not None:
+        raise error
+    bound = Bound(compressor, told, optimizer)
+    inner._allreduce_grads = bound
+    helper = getattr(inner, "_agg_helper", None)  # with backward_passes_per_step
+    for name in ("allreduce_grads", "_allreduce_grads"):
+        if hasattr(helper, name):
+            setattr(helper, name, bound)
+    return target
+
+
+def bound_to(target: Any) -> Compressor | None:
+    """The compressor that an optimizer or a tape is bound to."""
+    inner = target.inner_optimizer if is_loss_scaled(target) else target
+    reduce = getattr(inner, "_allreduce_grads", None)
+    return reduce.compressor if isinstance(reduce, Bound) else None
+
+
+def DistributedOptimizer(optimizer: Any, compression: Any = hvd.Compression.none, **options: Any) -> Any:
+    """Horovod's `DistributedOptimizer` around a Keras optimizer, new or legacy, with a compressor bound to it.
+
+    Args:
+        optimizer: of Keras. Mixed precision's LossScaleOptimizer goes around the result; `model.compile` does that.
+        compression: of `hvdcompress.tensorflow.Compression`, or Horovod's own.
+        options: as `horovod.tensorflow.keras.DistributedOptimizer` takes them; `op` and `groups` are honoured.
+
+    Raises:
+        ValueError: the combination is not supported.
+    """
+    if is_loss_scaled(optimizer):
+        raise ValueError(
+            "wrap the optimizer first, and then the result in LossScaleOptimizer: "
+            "LossScaleOptimizer(DistributedOptimizer(optimizer)); model.compile does the latter by itself"
+        )
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise ValueError("an optimizer of TensorFlow 1 is not supported: use one of Keras, or a tape")
+    if options.get("op", hvd.Average) not in (hvd.Average, hvd.Sum):
+        raise ValueError("compression averages or sums: use op=hvd.Average or hvd.Sum, not Adasum, Min, Max or Product")
+    import horovod.tensorflow.keras as keras  # imports Keras, for those who use it
+
+    return attach(keras.DistributedOptimizer(optimizer, compression=compression, **options))
+
+
+def DistributedGradientTape(
+    tape: tf.GradientTape, compression: Any = hvd.Compression.none, *, optimizer: Any = None, **options: Any
+) -> Any:
+    """Horovod's `DistributedGradientTape`, with a compressor bound to it. One compressor serves all the tapes of a training.
+
+    Args:
+        tape: as Horovod takes it.
+        compression: of `hvdcompress.tensorflow.Compression`, or Horovod's own.
+        optimizer: as `attach` has it.
+        options: as Horovod takes them.
+
+    Raises:
+        ValueError: the combination is not supported.
+    """
+    if not isinstance(compression, Compressor):
+        return hvd.DistributedGradientTape(tape, compression=compression, **options)
+    return attach(hvd.DistributedGradientTape(tape, **options), compression, optimizer=optimizer)
+
+
+def _told(reduce: Any) -> Told:
+    """What Horovod's function has enclosed."""
+    enclosed = inspect.getclosurevars(getattr(reduce, "python_function", reduce)).nonlocals
+    missing = [name for name in Told._fields if name not in enclosed]
+    if missing:
+        raise CompressionError(f"this Horovod's way of averaging is not known (it has no {missing[0]}): use Horovod 0.28")
+    return Told(*(enclosed[name] for name in Told._fields))
+
+
+def _momentum(optimizer: Any) -> float:
+    """The momentum, or beta_1, of a Keras optimizer."""
+    inner = optimizer.inner_optimizer if is_loss_scaled(optimizer) else optimizer
+    momentum = getattr(inner, "momentum", None)
+    found = momentum if momentum is not None else getattr(inner, "beta_1", 0.0)
+    if isinstance(inner, tf.keras.optimizers.legacy.Optimizer):
+        names = [name for name in ("momentum", "beta_1") if name in inner.get_config()]
+        found = inner.get_config()[names[0]] if names else 0.0
+    return float(found or 0.0)

@@ -159,6 +159,8 @@ class Session:
                 that it would make; nothing is changed.
             CompressionError: a step is going on.
         """
+        if not options:
+            return
         if self.begun:
             raise CompressionError("options can be changed between steps only")
         reducer = with_options(self.reducer, options)

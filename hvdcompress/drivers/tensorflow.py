@@ -18,9 +18,10 @@ every output goes into one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -29,6 +30,7 @@ import tensorflow as tf
 
 from .. import frame, traffic
 from ..core import AllGather, AllReduce, AllToAll, Collective, Stage
+from ..errors import CompressionError
 from ..session import Session
 from . import blocking
 
@@ -75,27 +77,34 @@ class Program:
         self.session, self.transport = session, transport
         self._late, self._patience = late, patience
         self._flat = [np.zeros(layout.size, np.float32) for layout in session.layouts]
+        self.failure: CompressionError | None = None  # of the last step: TensorFlow keeps its text only
         self._timer: threading.Timer | None = None
         self._waits_since = self._decoded_then = 0.0
 
     def build(
         self, gradients: Sequence[Sequence[tf.Tensor]], beside: Sequence[tf.Tensor], sent: traffic.Traffic, lr: tf.Tensor | None
-    ) -> tuple[list[list[tf.Tensor]], tf.Tensor]:
+    ) -> tuple[list[list[tf.Tensor]], list[tf.Tensor], tf.Tensor]:
         """Builds a step into the graph that is the default.
 
         Args:
             gradients: float32, those of each bucket in the order of its layout.
-            beside: other tensors of the step; it is given up if they are not finite.
-            sent: the bytes that do not go through the session.
+            beside: other tensors of the step, which travel dense; it is given up if they are not finite.
+            sent: the bytes of these, and what is saved.
             lr: the learning rate, float32[], if the method asks for it.
 
         Returns:
-            The means in the form of `gradients`, and float32[]: 1. Both are NaN if the step was given up.
+            The means in the form of `gradients` and of `beside`, and float32[]: 1. All are NaN if the step was given up.
         """
         session, transport = self.session, self.transport
         calls, layouts = _Calls(), session.layouts
         rates = [] if lr is None else [lr]
-        calls.after(tf.cond(calls(self._meets, [], [tf.bool])[0], self._build_handshake, lambda: tf.constant(0, tf.int8)))
+        met = tf.cond(calls(self._meets, [], [tf.bool])[0], self._build_handshake, lambda: tf.constant(0, tf.int8))
+        calls.after(met)
+        with tf.control_dependencies([met]):  # ranks that do not agree may not even have the same collectives
+            dense = [
+                hvd.allreduce(tensor, op=hvd.Average, **transport.where(f"beside_{number}"))
+                for number, tensor in enumerate(beside)
+            ]
         stages = [session.reducer.stages(layout, session.group) for layout in layouts]
         pending = []
         for bucket, members in enumerate(gradients):
@@ -114,7 +123,8 @@ class Program:
                         pending[bucket] = transport.exchange(following, payload, blocking.name(bucket, number + 1))
         results = iter(calls(self._finish, [], [tf.float32] * (sum(map(len, gradients)) + 1)))
         fine = tf.ensure_shape(next(results), [])
-        return [[tf.ensure_shape(next(results), g.shape) for g in members] for members in gradients], fine
+        means = [[tf.ensure_shape(next(results), g.shape) for g in members] for members in gradients]
+        return means, [mean * tf.cast(fine, mean.dtype) for mean in dense], fine
 
     def _build_handshake(self) -> tf.Tensor:
         calls = _Calls()
@@ -124,6 +134,7 @@ class Program:
     # The calls.
 
     def _meets(self) -> Any:
+        self.failure = None
         if self.session.begun:  # a step broke off in the middle: an error of Horovod's
             self.session.restart()
         return np.bool_(not self.session.met)
@@ -137,7 +148,8 @@ class Program:
     def _check_handshake(self, gathered: Any) -> Any:
         if self._timer is not None:
             self._timer.cancel()
-        self.session.check_handshake(frame.split(gathered, self.session.group.size))
+        with self._keeping_failure():
+            self.session.check_handshake(frame.split(gathered, self.session.group.size))
         return np.int8(0)
 
     def _start(self, bucket: int, has_rate: bool, *arrays: Any) -> Any:
@@ -173,7 +185,8 @@ class Program:
         session = self.session
         decoding = session.seconds["decode"] - self._decoded_then
         session.seconds["wait"] += time.perf_counter() - self._waits_since - decoding
-        means = session.finish()
+        with self._keeping_failure():
+            means = session.finish()
         fine = np.float32("nan") if means is None else np.float32(1)
         pieces = []
         for bucket, layout in enumerate(session.layouts):
@@ -181,6 +194,14 @@ class Program:
             # Copies: TensorFlow works in place on what it is given, and the memory may hold on to a mean.
             pieces += [mean[where].reshape(shape).copy() for where, shape in zip(layout.slices.values(), layout.shapes)]
         return [fine, *pieces]
+
+    @contextlib.contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CompressionError as error:
+            self.failure = error
+            raise
 
 
 class _Calls:

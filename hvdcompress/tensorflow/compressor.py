@@ -92,9 +92,11 @@ class Compressor:
         """
         if tensor.dtype.is_floating and not self._cut.whole_model and self._is_small(tensor):
             return tf.cast(tensor, _wide(tensor.dtype)), tensor.dtype
+        process_set = self._set or hvd.global_process_set
+        if not process_set.included():  # Horovod builds what it then does not run
+            return tensor, tensor.dtype
         self._refuse_unbound(tensor)
         place = next(self._tokens.setdefault(tensor.graph, itertools.count()))
-        process_set = self._set or hvd.global_process_set
         variable = Variable(f"gradient {place}", tuple(tensor.shape.as_list()), tensor.dtype)
         if place == len(self._places):
             self._places.append(self._reduction([variable], process_set))

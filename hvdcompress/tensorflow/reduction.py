@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from .. import adapter, traffic
@@ -78,15 +77,18 @@ class Reduction:
         """The averaged gradients; of a step that was given up, NaN. In a graph, it builds what makes them.
 
         Raises:
-            CompressionError: a rank failed, or the ranks do not agree. In a graph TensorFlow makes an error of its own of
-                it, with the text.
+            CompressionError: a rank failed, or the ranks do not agree. When a graph around this one is run, TensorFlow
+                makes an error of its own of it, with the text.
         """
         if not tf.executing_eagerly():
             return self.build(gradients, treatment)[0]
         if treatment not in self._functions:
             build = not_converted(lambda given: self.build(given, treatment)[0])
             self._functions[treatment] = tf.function(build)
-        return list(self._functions[treatment](list(gradients)))
+        try:
+            return list(self._functions[treatment](list(gradients)))
+        except tf.errors.OpError as error:
+            raise self._program.failure or error from None
 
     def build(self, gradients: Sequence[tf.Tensor], treatment: Treatment) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Builds a step into the graph that is the default.
@@ -97,17 +99,17 @@ class Reduction:
         scale = _loss_scale(treatment.optimizer)
         lr = _learning_rate(treatment.optimizer) if getattr(self.session.reducer, "rescale", False) else None
         wide = [self._widened(gradient, i, scale) for i, gradient in enumerate(gradients)]
-        vectors = {dtype: [i for i in self._beside if wide[i].dtype == dtype] for dtype in (tf.float32, tf.float64)}
-        vectors = {dtype: members for dtype, members in vectors.items() if members}
-        beside = {dtype: tf.concat([tf.reshape(wide[i], [-1]) for i in members], 0) for dtype, members in vectors.items()}
-        means, fine = self._program.build(
-            [[wide[i] for i in bucket] for bucket in self._buckets], list(beside.values()), self._sent_beside(), lr
+        vectors = [[i for i in self._beside if wide[i].dtype == dtype] for dtype in (tf.float32, tf.float64)]
+        vectors = [members for members in vectors if members]
+        means, beside, fine = self._program.build(
+            [[wide[i] for i in bucket] for bucket in self._buckets],
+            [tf.concat([tf.reshape(wide[i], [-1]) for i in members], 0) for members in vectors],
+            self._sent_beside(),
+            lr,
         )
         back: dict[int, tf.Tensor] = {}
-        for dtype, members in vectors.items():
-            total = hvd.allreduce(beside[dtype], op=hvd.Average, **self.transport.where(f"beside_{dtype.name}"))
-            pieces = tf.split(total * tf.cast(fine, dtype), [_elements(self.variables[i]) for i in members])
-            back.update(zip(members, pieces))
+        for members, vector in zip(vectors, beside):
+            back.update(zip(members, tf.split(vector, [_elements(self.variables[i]) for i in members])))
         for bucket, tensors in zip(self._buckets, means):
             back.update(zip(bucket, tensors))
         return [self._narrowed(back[i], gradients[i], treatment.factor, scale) for i in range(len(gradients))], fine
@@ -173,4 +175,5 @@ def _learning_rate(optimizer: Any) -> tf.Tensor:
     inner = optimizer.inner_optimizer if is_loss_scaled(optimizer) else optimizer
     if isinstance(inner, tf.keras.optimizers.legacy.Optimizer):
         return tf.cast(inner._decayed_lr(tf.float32), tf.float32)
-    return tf.cast(inner.learning_rate, tf.float32)
+    rate = inner._learning_rate  # the public property of a schedule is that of the step before
+    return tf.cast(rate(inner.iterations) if callable(rate) else rate, tf.float32)

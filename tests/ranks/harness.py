@@ -6,8 +6,15 @@ import ast
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from hvdcompress import CompressionError
 
 Check = Callable[[], None]
 
@@ -55,6 +62,28 @@ def main(rank: int, size: int) -> None:
         except BaseException:
             results[name] = traceback.format_exc()
         _write(directory, rank, results)
+
+
+def everyone(value: Any) -> list[Any]:
+    """Each rank's value, in rank order."""
+    from mpi4py import MPI  # begins with MPI_Init, which is for the ranks only
+
+    return MPI.COMM_WORLD.allgather(value)
+
+
+def raised_everywhere(function: Callable[[], Any], *fragments: str, error: type[Exception] = CompressionError) -> None:
+    """Every rank raises the same class of error, and each message has all of the fragments."""
+    with pytest.raises(error) as caught:
+        function()
+    for name, message in everyone((type(caught.value).__name__, str(caught.value))):
+        assert name == type(caught.value).__name__, f"{name}: {message}, against {caught.value}"
+        for fragment in fragments:
+            assert fragment in message, message
+
+
+def same_bits(actual: Iterable[Any], expected: Iterable[Any], message: str = "") -> None:
+    for a, e in zip(actual, expected):
+        assert_array_equal(np.atleast_1d(a).view(np.uint8), np.atleast_1d(e).view(np.uint8), message)
 
 
 def _write(directory: Path, rank: int, results: dict[str, str]) -> None:

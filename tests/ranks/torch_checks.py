@@ -12,14 +12,14 @@ import pytest
 import torch
 from conforming import METHODS
 from mpi4py import MPI
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 
 import hvdcompress.torch as hvc
 from hvdcompress import CompressionError, Dore, Group, methods
 from hvdcompress.core import AllGather, AllReduce
 from hvdcompress.drivers.mpi import DistributedMean
 from hvdcompress.drivers.simulate import Simulation
-from ranks.harness import check, check_of_three, check_of_two, main
+from ranks.harness import check, check_of_three, check_of_two, everyone, main, raised_everywhere, same_bits
 
 RANK, SIZE = 0, 1  # set when Horovod is
 
@@ -78,27 +78,8 @@ def forget(optimizer) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def same_bits(actual, expected, message: str = "") -> None:
-    for a, e in zip(actual, expected):
-        assert_array_equal(np.atleast_1d(a).view(np.uint8), np.atleast_1d(e).view(np.uint8), message)
-
-
 def memory(compressor) -> dict[str, np.ndarray]:
     return {name: array.numpy().copy() for name, array in compressor.state_dict()["arrays"].items()}
-
-
-def everyone(value) -> list:
-    return MPI.COMM_WORLD.allgather(value)
-
-
-def raised_everywhere(function, *fragments: str) -> None:
-    """Every rank raises the same class of error, and each message has all of the fragments."""
-    with pytest.raises(CompressionError) as caught:
-        function()
-    for name, message in everyone((type(caught.value).__name__, str(caught.value))):
-        assert name == type(caught.value).__name__, f"{name}: {message}, against {caught.value}"
-        for fragment in fragments:
-            assert fragment in message, message
 
 
 def flattened(layouts, grads: list[torch.Tensor]) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,8 @@ from hvdcompress import CompressionError
 
 Check = Callable[[], None]
 
-LEAST_RANKS = {"check": 1, "check_of_two": 2, "check_of_three": 3}  # by the decorator's name
+# The least and the most ranks that a check is for, by the decorator's name.
+FOR_RANKS = {"check": (1, 99), "check_of_one": (1, 1), "check_of_two": (2, 99), "check_of_three": (3, 99), "check_on_two": (2, 2)}
 
 _checks: dict[str, Check] = {}
 
@@ -29,18 +31,20 @@ def check(function: Check) -> Check:
     return function
 
 
-check_of_two = check_of_three = check
+check_of_one = check_of_two = check_of_three = check_on_two = check
 
 
-def checks_in(script: Path) -> dict[str, int]:
-    """The checks of a script, with the least number of ranks that each is for; the script is not run."""
-    return {
-        node.name: LEAST_RANKS[decorator.id]
+def checks_for(script: Path, ranks: int) -> list[str]:
+    """The checks of a script that are for so many ranks; the script is not run."""
+    return [
+        node.name
         for node in ast.parse(script.read_text()).body
         if isinstance(node, ast.FunctionDef)
         for decorator in node.decorator_list
-        if isinstance(decorator, ast.Name) and decorator.id in LEAST_RANKS
-    }
+        if isinstance(decorator, ast.Name)
+        and decorator.id in FOR_RANKS
+        and FOR_RANKS[decorator.id][0] <= ranks <= FOR_RANKS[decorator.id][1]
+    ]
 
 
 def main(rank: int, size: int) -> None:
@@ -51,10 +55,8 @@ def main(rank: int, size: int) -> None:
     """
     directory, names = Path(sys.argv[1]), sys.argv[2:]
     results = {}
-    for name, least in checks_in(Path(sys.argv[0])).items():
-        if size < least or (names and name not in names):
-            continue
-        results[name] = "did not end"
+    for name in names or checks_for(Path(sys.argv[0]), size):
+        results[name], began = "did not end", time.monotonic()
         _write(directory, rank, results)
         try:
             _checks[name]()
@@ -62,6 +64,8 @@ def main(rank: int, size: int) -> None:
         except BaseException:
             results[name] = traceback.format_exc()
         _write(directory, rank, results)
+        if rank == 0:
+            print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
 
 
 def everyone(value: Any) -> list[Any]:

@@ -27,7 +27,17 @@ from hvdcompress.keras import CompressionCallback, CompressionCheckpoint, Compre
 from hvdcompress.tensorflow.binding import bound_to
 from hvdcompress.tensorflow.compressor import Compressor
 from hvdcompress.tensorflow.reduction import Reduction, Treatment
-from ranks.harness import check, check_of_three, check_of_two, everyone, main, raised_everywhere, same_bits
+from ranks.harness import (
+    check,
+    check_of_one,
+    check_of_three,
+    check_of_two,
+    check_on_two,
+    everyone,
+    main,
+    raised_everywhere,
+    same_bits,
+)
 
 RANK, SIZE = 0, 1  # set when Horovod is
 
@@ -270,7 +280,7 @@ def table() -> dict[str, tuple]:
     }
 
 
-@check_of_two
+@check_on_two
 def every_option_is_as_without_compression():
     plain, unbound, bound = {}, {}, {}
     for name, (make, compiled) in table().items():
@@ -309,7 +319,7 @@ def groups_of_variables_are_as_without_compression():
     same_weights(results["bound"], results["plain"], "bound")
 
 
-@check_of_two
+@check_on_two
 def a_sum_is_not_dropped_by_horovods_tensorflow_module():
     """`hvd.tensorflow.DistributedOptimizer` loses op= for a Keras optimizer; ours does not."""
     results = {}
@@ -339,7 +349,7 @@ def tape_steps(model, tape_of, steps: int = 4, sources=None, in_function: bool =
     return weights(model)
 
 
-@check_of_two
+@check_on_two
 def tapes_are_as_without_compression():
     for in_function in (False, True):
         plain = tape_steps(dense_model(), hvd.DistributedGradientTape, in_function=in_function)
@@ -357,7 +367,7 @@ def tapes_are_as_without_compression():
                 assert compressor.stats().steps == 4, where
 
 
-@check_of_two
+@check_on_two
 def tapes_of_every_step_trace_once_and_fill_no_cache():
     from horovod.tensorflow import _make_cached_allreduce_grads_fn
 
@@ -388,7 +398,7 @@ def steps_of_each_variable(compressor) -> dict[str, int]:
     }
 
 
-@check_of_two
+@check_on_two
 def two_optimizers_with_one_compressor_do_not_share_memory():
     """Horovod gives both one function, traced once: variables of the same shapes must not be taken for each other."""
     compressor = hvc.Compression.dore(block=32, dense_below=100, seed=3)
@@ -403,7 +413,7 @@ def two_optimizers_with_one_compressor_do_not_share_memory():
     same_bits(weights(models[1]), weights(model))
 
 
-@check_of_two
+@check_on_two
 def frozen_layers_leave_the_memory_of_others_alone():
     """A layer of the same shape is trained in place of the one that is frozen: they must not share memory."""
     model, compressor = dense_model(hidden=40), hvc.Compression.dore(block=32, seed=3)
@@ -426,7 +436,7 @@ def frozen_layers_leave_the_memory_of_others_alone():
     }, steps
 
 
-@check_of_two
+@check_on_two
 def two_functions_of_a_gan_have_a_memory_each():
     generator, critic = dense_model(seed=1), dense_model(seed=2)
     compressor = hvc.Compression.dore(block=32, dense_below=100)
@@ -437,7 +447,7 @@ def two_functions_of_a_gan_have_a_memory_each():
     assert [one["step"] for one in compressor.state_dict()["sets"]] == [4, 4]
 
 
-@check_of_two
+@check_on_two
 def variables_of_one_name_are_told_apart():
     compressor = hvc.Compression.dore(block=32, seed=1)
     v = [tf.Variable(tf.zeros((40, 50)), name="kernel") for _ in range(3)]
@@ -447,7 +457,7 @@ def variables_of_one_name_are_told_apart():
     assert [variable.name for variable in held.reduction.variables] == ["kernel", "kernel#2", "kernel#3"]
 
 
-@check_of_two
+@check_on_two
 def memory_goes_with_the_variables():
     """The memory of variables that are gone is given up when another set comes."""
     compressor = hvc.Compression.dore(block=32)
@@ -456,7 +466,7 @@ def memory_goes_with_the_variables():
     assert len(compressor._held) <= 2, len(compressor._held)
 
 
-@check_of_two
+@check_on_two
 def new_batch_sizes_go_on_with_the_same_memory():
     """Retraced or not, steps are those of the simulation."""
     reduced, calls = Reduced(hvc.Compression.dore(block=32, seed=2)), 0
@@ -496,7 +506,7 @@ def sparse_gradients_are_as_without_compression():
         assert any("embedding" in name for name in names) == sparse_as_dense, names
 
 
-@check_of_two
+@check_on_two
 def unbound_a_sparse_gradient_made_dense_is_refused():
     data = np.zeros((16, 4), np.int64), np.zeros(16, np.int64)
     optimizer = hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=identity(), sparse_as_dense=True)
@@ -537,10 +547,8 @@ def unbound_a_process_set_that_the_compressor_was_not_given_is_found_out():
     hvd.remove_process_set(pair)
 
 
-@check
+@check_of_one
 def with_one_rank_nothing_is_sent_and_fit_goes_on():
-    if SIZE > 1:
-        return
     for text in ("dore", "sketch"):
         model, compressor = dense_model(), hvc.Compression.parse(text)
         history = fit(
@@ -610,7 +618,7 @@ def a_failure_on_one_rank_is_raised_on_all_and_leaves_no_trace():
         assert all(np.isfinite(g).all() for g in reduced(given_grads(2, RANK)))
 
 
-@check_of_two
+@check_on_two
 def a_failure_in_a_fit_ends_it_everywhere_and_is_no_end_of_data():
     """What ends an iteration in Python is the end of the data to Keras."""
     for error in (RuntimeError("StopIteration"), StopIteration()):
@@ -621,7 +629,7 @@ def a_failure_in_a_fit_ends_it_everywhere_and_is_no_end_of_data():
         )
 
 
-@check_of_two
+@check_on_two
 def an_error_before_the_method_is_raised_on_all():
     reduced = Reduced(hvc.Compression.dore(block=16))
     reduced(given_grads(0, RANK))
@@ -647,7 +655,7 @@ def ranks_that_differ_hear_in_what_in_the_first_step():
     raised_everywhere(lambda: reduced(given_grads(0, RANK, shapes)), "ranks 0 and 1 differ")
 
 
-@check_of_two
+@check_on_two
 def the_handshake_is_in_the_first_step_that_is_executed():
     """Tracing sends nothing: a rank that traces more, or earlier, does not wait for others."""
     reduced = Reduced(hvc.Compression.dore(block=32, seed=1))
@@ -661,7 +669,7 @@ def the_handshake_is_in_the_first_step_that_is_executed():
         same_bits(reduced.flattened([g.numpy() for g in got]), reduced.simulate(by_rank))
 
 
-@check_of_two
+@check_on_two
 def a_step_that_broke_off_is_begun_anew():
     reduced = Reduced(hvc.Compression.dore(block=32, seed=1))
     twin = Reduced(hvc.Compression.dore(block=32, seed=1))
@@ -682,7 +690,7 @@ class Scribbling(Dense):
         return Outcome(total, state, 0)
 
 
-@check_of_two
+@check_on_two
 def tensorflows_memory_cannot_be_written_to():
     reduced = Reduced(hvc.Compressor(Scribbling()))
     raised_everywhere(lambda: reduced(given_grads(0, RANK)), "read-only")
@@ -699,7 +707,7 @@ class Remembering(Dense):
         return outcome._replace(state=state._replace(arrays={"mean": outcome.mean}))
 
 
-@check_of_two
+@check_on_two
 def the_memory_is_not_what_tensorflow_works_on():
     reduced = Reduced(hvc.Compressor(Remembering()), op=hvd.Sum)
 
@@ -785,7 +793,7 @@ def whole_models_are_refused_unbound_and_bound_by_the_callback():
     raised_everywhere(lambda: tape_steps(dense_model(), tape_of), "spans all tensors", error=ValueError)
 
 
-@check_of_two
+@check_on_two
 def unbound_one_compressor_for_two_models_of_other_shapes_is_refused():
     compressor = identity()
     fit(dense_model(), hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor), epochs=1)
@@ -836,7 +844,7 @@ def loss_scaling_is_divided_out():
     same_weights(results[2.0**10][0], results[None][0], "weights")
 
 
-@check_of_two
+@check_on_two
 def mixed_precision_models_train_bound_and_are_refused_unbound():
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -856,7 +864,7 @@ def mixed_precision_models_train_bound_and_are_refused_unbound():
         keras.mixed_precision.set_global_policy("float32")
 
 
-@check_of_two
+@check_on_two
 def a_tape_is_told_of_the_loss_scale():
     pair = [Reduced(hvc.Compression.dore(block=16, seed=1)) for _ in range(2)]
     loss_scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=256)
@@ -870,7 +878,7 @@ def a_tape_is_told_of_the_loss_scale():
         same_bits([g.numpy() for g in grads], expected, f"step {step}")
 
 
-@check_of_two
+@check_on_two
 def dtypes_are_kept():
     for dtype, tolerance in ((tf.float16, 2e-3), (tf.bfloat16, 1.6e-2), (tf.float64, 1e-6)):
         shapes = [(40, 50), (9,), (), (0, 4), (30, 40)]
@@ -917,7 +925,7 @@ def unsupported_combinations_are_refused_when_the_optimizer_is_made():
         fit(dense_model(), keras.optimizers.SGD(0.1), [CompressionCallback(dore())])
 
 
-@check_of_two
+@check_on_two
 def xla_is_refused_and_an_optimizers_own_is_no_matter():
     def optimizer(**options):
         return hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1, **options), compression=identity())
@@ -930,14 +938,14 @@ def xla_is_refused_and_an_optimizers_own_is_no_matter():
     fit(dense_model(), optimizer(jit_compile=True), callbacks, jit_compile=False)
 
 
-@check_of_two
+@check_on_two
 def graphs_of_tensorflow_1_are_refused():
     reduced = Reduced(identity())
     with tf.Graph().as_default(), pytest.raises(ValueError, match="not a graph of TensorFlow 1"):
         reduced.optimizer._allreduce_grads([tf.zeros(shape) for shape in SHAPES], reduced.variables)
 
 
-@check_of_two
+@check_on_two
 def without_graphs_bound_works_and_unbound_is_refused():
     plain = dense_model()
     fit(plain, hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1)), epochs=1)
@@ -953,7 +961,7 @@ def without_graphs_bound_works_and_unbound_is_refused():
         tf.config.run_functions_eagerly(False)
 
 
-@check_of_two
+@check_on_two
 def autograph_leaves_our_text_alone():
     """It would make a text of its own of it, and other errors of its errors."""
     from tensorflow.python.autograph.core.ag_ctx import Status, control_status_ctx
@@ -998,7 +1006,7 @@ def rescale_goes_by_the_learning_rate():
 # Keras
 
 
-@check_of_two
+@check_on_two
 def figures_are_seen_by_whoever_reads_logs():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -1034,7 +1042,7 @@ def figures_are_seen_by_whoever_reads_logs():
         assert_allclose(history.history["compression_residual"][-1], compressor.residual_norm())
 
 
-@check_of_two
+@check_on_two
 def the_callback_binds_what_was_traced_unbound_before():
     model, compressor = dense_model(), identity()
     fit(model, hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor), epochs=1)
@@ -1045,7 +1053,7 @@ def the_callback_binds_what_was_traced_unbound_before():
     assert held.reduction.session.committed == 4
 
 
-@check_of_two
+@check_on_two
 def the_first_batch_leaves_no_memory_where_weights_are_broadcast():
     """After it Horovod gives all ranks the same weights: what was kept belongs to others."""
     for reset in (True, False):
@@ -1064,7 +1072,7 @@ def the_first_batch_leaves_no_memory_where_weights_are_broadcast():
         assert kept[8] > 0, kept
 
 
-@check_of_two
+@check_on_two
 def a_rank_that_resets_alone_is_found_out():
     reduced = Reduced(hvc.Compression.dore(block=16))
     reduced(given_grads(0, RANK))
@@ -1073,7 +1081,7 @@ def a_rank_that_resets_alone_is_found_out():
     raised_everywhere(lambda: reduced(given_grads(1, RANK)), "ranks 0 and 1 no longer agree", "memory emptied")
 
 
-@check_of_two
+@check_on_two
 def a_schedule_changes_options_without_tracing():
     for text, option, values in (
         ("sketch:exact_below=10,momentum=0", "ratio", {0: 0.4, 2: 0.1}),
@@ -1105,7 +1113,7 @@ def a_schedule_changes_options_without_tracing():
     raised_everywhere(lambda: reduced(given_grads(1, RANK)), "no longer agree: on the options")
 
 
-@check_of_two
+@check_on_two
 def a_training_goes_on_from_its_checkpoint_bit_for_bit():
     """One file a rank; the schedule goes on where it was."""
     with tempfile.TemporaryDirectory() as directory:
@@ -1134,7 +1142,7 @@ def a_training_goes_on_from_its_checkpoint_bit_for_bit():
             train(dense_model(), 1)
 
 
-@check_of_two
+@check_on_two
 def a_saved_memory_of_another_rank_is_refused_in_the_first_step():
     reduced = Reduced(hvc.Compression.dore(block=16))
     reduced(given_grads(0, RANK))
@@ -1144,7 +1152,7 @@ def a_saved_memory_of_another_rank_is_refused_in_the_first_step():
     raised_everywhere(lambda: other(given_grads(1, RANK)), "each rank loads its own")
 
 
-@check_of_two
+@check_on_two
 def models_are_loaded_with_horovods_load_model():
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model.h5"
@@ -1167,7 +1175,7 @@ def models_are_loaded_with_horovods_load_model():
         assert int(loaded.optimizer.iterations) == 8
 
 
-@check_of_two
+@check_on_two
 def traces_are_constant_after_the_first_batch_sizes():
     model, compressor = dense_model(), hvc.Compression.dore(block=16, dense_below=100)
     optimizer = hvc.DistributedOptimizer(keras.optimizers.SGD(0.1), compressor)
@@ -1179,7 +1187,7 @@ def traces_are_constant_after_the_first_batch_sizes():
         assert traces.count == before <= 2, (traces.count, before)
 
 
-@check_of_two
+@check_on_two
 def local_layers_are_left_to_their_rank():
     model, compressor = dense_model(), identity()
     optimizer = hvc.DistributedOptimizer(keras.optimizers.SGD(0.1), compressor)
@@ -1192,7 +1200,7 @@ def local_layers_are_left_to_their_rank():
     assert (kernels[0] != kernels[1]).any()
 
 
-@check_of_two
+@check_on_two
 def what_is_named_goes_out_under_that_name():
     """Horovod takes names for equal across ranks: they may hold no scope, which differs from trace to trace."""
     reduced = Reduced(hvc.Compression.dore(block=32, exchange="sharded", bucket_mb=0.008))

@@ -1,26 +1,12 @@
-"""The PyTorch adapter under real Horovod and mpirun."""
+"""Faults that end a job: each has a start of its own."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from conftest import RANKS, Run
+from conftest import RANKS
 from launch import mpirun
-from ranks.harness import checks_in
-
-SECONDS = 200.0  # for all checks on a number of ranks; they take up to 50
-
-
-@pytest.mark.parametrize(
-    ("ranks", "check"),
-    [(ranks, check) for ranks in (1, 2, 3, 4) for check, least in checks_in(RANKS / "torch_checks.py").items() if ranks >= least],
-)
-def test_on_ranks(run_checks: Run, ranks: int, check: str) -> None:
-    results, output = run_checks("torch_checks.py", ranks, SECONDS)
-    assert len(results) == ranks
-    for rank, result in enumerate(results):
-        assert result.get(check) == "ok", f"rank {rank}: {result.get(check, 'was not begun')}\n{output[-3000:]}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""The drivers and adapters under real mpirun and Horovod: many checks in one start for each number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import RANKS, Run
+from ranks.harness import checks_for
+
+SCRIPTS = {  # with the numbers of ranks, and the seconds that all checks on one of them may take: twice what they do
+    "mpi_checks.py": ((1, 3), 60.0),
+    "torch_checks.py": ((1, 2, 3, 4), 200.0),
+    "tensorflow_checks.py": ((1, 2, 3), 280.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "check"),
+    [
+        (script, ranks, check)
+        for script, (starts, _) in SCRIPTS.items()
+        for ranks in starts
+        for check in checks_for(RANKS / script, ranks)
+    ],
+)
+def test_on_ranks(run_checks: Run, script: str, ranks: int, check: str) -> None:
+    results, output = run_checks(script, ranks, SCRIPTS[script][1])
+    assert len(results) == ranks
+    for rank, result in enumerate(results):
+        assert result.get(check) == "ok", f"rank {rank}: {result.get(check, 'was not begun')}\n{output[-3000:]}"

@@ -2,7 +2,7 @@
 
     mpirun -np 2 python examples/demo.py            three seeds of each method on Fashion-MNIST
     mpirun -np 2 python examples/demo.py --quick    one seed, a part of an epoch
-    mpirun -np 2 python examples/demo.py --tune     how the learning rates were chosen, on the validation split
+    mpirun -np 2 python examples/demo.py --grid     how the learning rates were chosen, on the validation split
     mpirun -np 2 python examples/demo.py --keras    the same with Keras, and TensorBoard's files
 
 Every method has its own best learning rate from the same grid. The bytes are what a rank sends in a step by a ring or a
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=["fashion-mnist", "digits"], default="fashion-mnist")
     parser.add_argument("--quick", action="store_true", help="one seed, one epoch of at most 400 steps")
-    parser.add_argument("--tune", action="store_true", help="try the grid of learning rates on the validation split instead")
+    parser.add_argument("--grid", action="store_true", help="try the grid of learning rates on the validation split instead")
     parser.add_argument("--keras", action="store_true", help="train with Keras, not PyTorch")
     parser.add_argument("--only", default="", help="of all methods, those whose name has this in it")
     parser.add_argument("--seeds", type=int, default=3)
@@ -114,7 +114,7 @@ def main() -> None:
     max_steps = 400 if args.quick else None
     epochs, seeds = (1, 1) if args.quick else (args.epochs, args.seeds)
     methods = [m for m in METHODS if args.only.lower() in m.name.lower()] if args.only else SHOWN[framework]
-    if args.tune:
+    if args.grid:
         # Rates are chosen where the test images are not looked at.
         jobs = [(f"{m.name}, lr {lr:g}", m, lr, 0) for m in methods for lr in m.grid]
         images, tested = splits.train, splits.validation

@@ -16,7 +16,7 @@ GRID_WITHOUT_MOMENTUM = (0.05, 0.1, 0.2, 0.4)
 class Method:
     name: str
     compression: str  # as Compression.parse takes it
-    lr: float  # the best of its grid on the validation split, by --tune
+    lr: float  # the best of its grid on the validation split, by --grid
     momentum: float = 0.9  # of the optimizer
 
     @property

@@ -789,6 +789,72 @@ def other_operations_are_refused_on_every_rank():
         raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "op=hvd.Average or hvd.Sum")
 
 
+@check_of_two
+def options_change_by_a_schedule_and_the_bytes_with_them():
+    for text, option, values in (
+        ("sketch:momentum=0", "ratio", {0: 0.4, 2: 0.1}),
+        ("topk:exchange=allgather", "ratio", {0: 0.3, 2: 0.02}),
+    ):
+        model = Given(*SHAPES)
+        compressor = hvc.Compression.parse(text, model)
+        optimizer, schedule, sent = wrap(model, compressor), hvc.CompressionSchedule(compressor, ratio=values), []
+        for epoch in range(4):
+            reduce(model, optimizer, given_grads(epoch, RANK))
+            sent.append(compressor.stats().last.wire)
+            if epoch:  # the first step has the handshake too
+                assert_allclose(compressor.predicted_bytes(), sent[-1], rtol=0.05, err_msg=text)
+            schedule.step()
+        assert sent[2] < 0.7 * sent[1] and sent[3] < 0.7 * sent[1], (text, sent)
+        assert compressor.residual_norm() > 0
+    with pytest.raises(ValueError, match="no option 'ratios'"):
+        compressor.change(ratios=1)
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(model, exchange="allgather")
+    optimizer = wrap(model, compressor)
+    reduce(model, optimizer, given_grads(0, RANK))
+    with pytest.raises(ValueError, match="cannot become"):
+        compressor.change(exchange="sharded")
+    compressor.change(beta=0.5 if RANK else 0.25)
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(1, RANK)), "no longer agree: on the options")
+
+
+@check_of_two
+def a_schedule_goes_on_where_a_saved_training_was():
+    """The memory is of the options that it was made with; those of the epoch come again by the schedule."""
+    values, runs = {0: 0.3, 1: 0.05}, []
+    for interrupted in (False, True):
+        model = Given(*SHAPES)
+        compressor = hvc.Compression.topk(model, ratio=0.2, exchange="allgather", seed=1)
+        optimizer, schedule = wrap(model, compressor), hvc.CompressionSchedule(compressor, ratio=values)
+        for epoch in range(4):
+            if interrupted and epoch == 2:
+                saved, model = compressor.state_dict(), Given(*SHAPES)
+                compressor = hvc.Compression.topk(model, ratio=0.2, exchange="allgather", seed=1)
+                compressor.load_state_dict(saved)
+                optimizer, schedule = wrap(model, compressor), hvc.CompressionSchedule(compressor, epoch=2, ratio=values)
+            last = reduce(model, optimizer, given_grads(epoch, RANK))
+            schedule.step()
+        runs.append((last, memory(compressor)))
+    same_bits(runs[0][0], runs[1][0])
+    same_bits(runs[0][1].values(), runs[1][1].values())
+
+
+@check_of_two
+def a_memory_is_emptied_on_all_ranks_or_the_next_step_raises():
+    model, twin = Given(*SHAPES), Given(*SHAPES)
+    compressors = [hvc.Compression.dore(m, block=16, seed=1) for m in (model, twin)]
+    optimizers = [wrap(m, c) for m, c in zip((model, twin), compressors)]
+    reduce(model, optimizers[0], given_grads(0, RANK))
+    assert compressors[0].residual_norm() > 0
+    compressors[0].reset()
+    assert compressors[0].residual_norm() == 0 and not any(array.any() for array in memory(compressors[0]).values())
+    got = reduce(model, optimizers[0], given_grads(1, RANK))
+    assert all(torch.isfinite(g).all() for g in got)
+    if RANK == 0:
+        compressors[0].reset()
+    raised_everywhere(lambda: reduce(model, optimizers[0], given_grads(2, RANK)), "no longer agree", "memory emptied")
+
+
 @check
 def without_horovods_hooks_statistics_are_zero():
     model = Given(*SHAPES)

@@ -49,6 +49,7 @@ class CompressionCallback(tf.keras.callbacks.Callback):
         super().__init__()
         self.compression, self.reset = compression, reset
         self._to_reset = False
+        self._supports_tf_logs = True  # else Keras waits for every batch's figures, which are not looked at
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.model.jit_compile:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ..adapter import second_momentum
 from ..errors import CompressionError
-from .compressor import Compressor, refuse_graph
+from .compressor import Compressor, called_by, refuse_graph
 from .reduction import Treatment, is_loss_scaled, not_converted
 
 
@@ -63,7 +63,9 @@ class Bound:
         places, gradients, variables = zip(*dense)
         reduction = self.compressor.reduction(variables, gradients, process_set)
         factor = float(process_set.size()) if told.op == hvd.Sum else 1.0
-        for place, mean in zip(places, reduction(gradients, Treatment(factor, self.optimizer))):
+        # model.compile may have put a LossScaleOptimizer around what was bound.
+        treatment = Treatment(factor, called_by(is_loss_scaled) or self.optimizer)
+        for place, mean in zip(places, reduction(gradients, treatment)):
             averaged[place] = mean
         return averaged
 

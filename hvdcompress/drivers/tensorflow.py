@@ -117,7 +117,7 @@ class Program:
             for bucket in range(len(layouts)):
                 if number < len(stages[bucket]):
                     following = stages[bucket][number + 1] if number + 1 < len(stages[bucket]) else None
-                    advance = _bind(self._advance, bucket, stages[bucket][number], following)
+                    advance = _bind(self._advance, bucket, number)
                     payload = calls(advance, pending[bucket], _types(following) if following else [tf.int8])
                     if following:
                         pending[bucket] = transport.exchange(following, payload, blocking.name(bucket, number + 1))
@@ -173,13 +173,13 @@ class Program:
     def _agree(self, gathered: Any) -> Any:
         return np.int8(self.session.agree(frame.split(gathered, self.session.group.size)))
 
-    def _advance(self, bucket: int, stage: Stage, following: Stage | None, *reply: Any) -> Any:
-        request = None
-        if self.session.goes_on:
-            request = self.session.advance(bucket, _reply(stage, reply, self.session.group.size))
-        if following is None:
+    def _advance(self, bucket: int, number: int, *reply: Any) -> Any:
+        session, size = self.session, self.session.group.size
+        stages = session.reducer.stages(session.layouts[bucket], session.group)  # lengths may have changed since tracing
+        request = session.advance(bucket, _reply(stages[number], reply, size)) if session.goes_on else None
+        if number + 1 == len(stages):
             return np.int8(0)
-        return _payload(request) if request is not None else _filler(following, self.session.group.size)
+        return _payload(request) if request is not None else _filler(stages[number + 1], size)
 
     def _finish(self) -> Any:
         session = self.session

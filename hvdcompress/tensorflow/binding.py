@@ -53,7 +53,7 @@ class Bound:
                 if not told.sparse_as_dense:
                     averaged[place] = hvd.allreduce(gradient, op=told.op, process_set=process_set)
                     continue
-                gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
+                gradient = tf.convert_to_tensor(gradient)
             if gradient is not None:
                 dense.append((place, gradient, variable))
         if not dense:

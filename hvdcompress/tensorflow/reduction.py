@@ -56,16 +56,16 @@ class Reduction:
     """
 
     def __init__(self, variables: Sequence[Variable], method: Reducer, cut: Cut, seed: int, process_set: Any, prefix: str):
-        self.variables, self._set = list(variables), process_set
+        self.variables = list(variables)
         # The last layers' gradients are there first.
-        self._order = list(reversed(range(len(variables))))
-        where, layouts = cut.buckets(Tensor(variables[i].name, variables[i].shape) for i in self._order)
-        self._buckets = [[i for i, bucket in zip(self._order, where) if bucket == number] for number in range(len(layouts))]
-        self._beside = [i for i, bucket in zip(self._order, where) if bucket is None]
+        order = list(reversed(range(len(variables))))
+        where, layouts = cut.buckets(Tensor(variables[i].name, variables[i].shape) for i in order)
+        self._buckets = [[i for i, bucket in zip(order, where) if bucket == number] for number in range(len(layouts))]
+        self._beside = [i for i, bucket in zip(order, where) if bucket is None]
         for variable in self.variables:
             if not variable.dtype.is_floating:
                 raise ValueError(f"variable {variable.name!r} is of {variable.dtype.name}, which compression does not support")
-        facts = {f"tensor {variables[i].name}": self._fact(i, bucket) for i, bucket in zip(self._order, where)}
+        facts = {f"tensor {variables[i].name}": self._fact(i, bucket) for i, bucket in zip(order, where)}
         group = Group(process_set.rank(), process_set.size(), seed)
         self.session = Session(method, layouts, group, facts)
         self.transport = Transport(prefix, process_set)
@@ -112,7 +112,7 @@ class Reduction:
             back.update(zip(members, tf.split(vector, [_elements(self.variables[i]) for i in members])))
         for bucket, tensors in zip(self._buckets, means):
             back.update(zip(bucket, tensors))
-        return [self._narrowed(back[i], gradients[i], treatment.factor, scale) for i in range(len(gradients))], fine
+        return [self._narrowed(back[i], i, treatment.factor, scale) for i in range(len(gradients))], fine
 
     def predicted_bytes(self) -> float:
         """As `Compressor` has it."""
@@ -122,16 +122,17 @@ class Reduction:
     def _widened(self, gradient: tf.Tensor, number: int, scale: tf.Tensor | None) -> tf.Tensor:
         """A gradient in its true unit, float32; float64 if it is, and in no bucket."""
         keep = gradient.dtype == tf.float64 and number in self._beside
+        gradient = tf.ensure_shape(gradient, self.variables[number].shape)
         gradient = gradient if keep else tf.cast(gradient, tf.float32)
         return gradient if scale is None else gradient / tf.cast(scale, gradient.dtype)
 
-    def _narrowed(self, mean: tf.Tensor, gradient: tf.Tensor, factor: float, scale: tf.Tensor | None) -> tf.Tensor:
+    def _narrowed(self, mean: tf.Tensor, number: int, factor: float, scale: tf.Tensor | None) -> tf.Tensor:
         """A mean in the unit, shape and dtype of the gradient."""
         if factor != 1:
             mean = mean * tf.cast(factor, mean.dtype)
         if scale is not None:
             mean = mean * tf.cast(scale, mean.dtype)
-        return tf.cast(tf.reshape(mean, gradient.shape), gradient.dtype)
+        return tf.cast(tf.reshape(mean, self.variables[number].shape), self.variables[number].dtype)
 
     def _sent_beside(self) -> traffic.Traffic:
         """What a step sends outside of the session, and what it would send without compression."""

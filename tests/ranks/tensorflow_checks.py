@@ -484,6 +484,19 @@ def new_batch_sizes_go_on_with_the_same_memory():
     assert calls == 3
 
 
+@check_on_two
+def gradients_of_unknown_shape_have_that_of_their_variable():
+    reduced = Reduced(hvc.Compression.dore(block=32, seed=2))
+
+    @tf.function(input_signature=[[tf.TensorSpec(None)] * len(SHAPES)])
+    def step(given):
+        return reduced.optimizer._allreduce_grads(given, reduced.variables)
+
+    by_rank = [given_grads(0, rank) for rank in range(SIZE)]
+    got = step([tf.constant(g) for g in by_rank[RANK]])
+    same_bits(reduced.flattened([g.numpy() for g in got]), reduced.simulate(by_rank))
+
+
 # Sparse gradients
 
 
@@ -1107,6 +1120,13 @@ def a_schedule_changes_options_without_tracing():
     reduced(given_grads(0, RANK))
     with pytest.raises(ValueError, match="cannot become"):
         reduced.compressor.change(exchange="sharded")
+    # A step that is given up goes through collectives of the lengths that the options have by now, whenever it was traced.
+    reduced = Reduced(hvc.Compression.sketch(ratio=0.3, exact_below=10, momentum=0))
+    reduced(given_grads(0, RANK))
+    reduced.compressor.change(ratio=0.1)
+    if RANK == 1:
+        reduced.reduction._functions.clear()
+    assert all(np.isnan(g).all() for g in reduced([g * np.float32("nan") for g in given_grads(1, RANK)]))
     reduced = Reduced(hvc.Compression.topk(ratio=0.1, exchange="allgather"))
     reduced(given_grads(0, RANK))
     reduced.compressor.change(ratio=0.2 if RANK else 0.3)

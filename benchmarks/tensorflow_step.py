@@ -10,6 +10,7 @@ and how the resident memory grew.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from typing import Any
@@ -70,7 +71,7 @@ def measure(compression: Any, layers: int, steps: int) -> dict[str, float]:
     return {"first epoch": first, "step": (time.perf_counter() - began) / steps}
 
 
-def grown(compression: Any, layers: int, steps: int) -> tuple[float, float, int]:
+def grown(compression: Any, layers: int, steps: int) -> dict[str, float]:
     """MiB of resident memory after a tenth of the steps, and what came to it in the others; traces in the others."""
     traced, model = Traced(), layers_model(layers)
     model.compile(
@@ -82,7 +83,26 @@ def grown(compression: Any, layers: int, steps: int) -> tuple[float, float, int]
     before, traces = process.memory_info().rss, traced.count
     x, y = data(steps // 10, rest=BATCH // 2)
     model.fit(x, y, batch_size=BATCH, epochs=9, verbose=0, callbacks=callbacks)
-    return before / 2**20, (process.memory_info().rss - before) / 2**20, traced.count - traces
+    after = process.memory_info().rss
+    return {"MiB": before / 2**20, "grown": (after - before) / 2**20, "traces": traced.count - traces}
+
+
+def report(runs: dict[str, list[dict[str, float]]], variables: int, memory: dict[str, float] | None, steps: int) -> None:
+    (_, plain), (_, compressed) = runs.items()
+    table = Table(title=f"{variables} variables, {hvd.size()} ranks, {len(plain)} times in turn; median (range)")
+    for column in ("", *runs, "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, unit, scale in (("first epoch", "s", 1.0), ("step", "ms", 1e3)):
+        values = [scale * np.array([run[name] for run in seen]) for seen in (plain, compressed)]
+        shown = [f"{np.median(v):.1f} ({v.min():.1f} to {v.max():.1f}) {unit}" for v in values]
+        table.add_row(name, *shown, f"{np.median(values[1]) / np.median(values[0]):.2f}")
+    console = Console(width=120)
+    console.print(table)
+    if memory:
+        console.print(
+            f"memory: {memory['MiB']:.0f} MiB, and {memory['grown']:+.1f} MiB after {steps * 9 // 10:,} more steps, in which "
+            f"{memory['traces']:.0f} were traced"
+        )
 
 
 def main() -> None:
@@ -91,6 +111,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80, help="two variables each")
     parser.add_argument("--steps", type=int, default=100, help="of an epoch that is timed")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print figures for a program to read")
     parser.add_argument("--memory-steps", type=int, default=2000, help="0: memory is not looked at")
     args = parser.parse_args()
 
@@ -101,19 +122,11 @@ def main() -> None:
     for _ in range(args.repeat):
         for text, seen in runs.items():
             seen.append(measure(hvc.Compression.parse(text), args.layers, args.steps))
-    console = Console(width=120, quiet=hvd.rank() != 0)
-    table = Table(title=f"{2 * args.layers} variables, {hvd.size()} ranks, {args.repeat} times in turn; median (range)")
-    for column in ("", *runs, "ratio"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, unit, scale in (("first epoch", "s", 1.0), ("step", "ms", 1e3)):
-        values = {text: scale * np.array([run[name] for run in seen]) for text, seen in runs.items()}
-        shown = [f"{np.median(v):.1f} ({v.min():.1f} to {v.max():.1f}) {unit}" for v in values.values()]
-        table.add_row(name, *shown, f"{np.median(values[args.compression]) / np.median(values['none']):.2f}")
-    console.print(table)
-    if args.memory_steps:
-        before, more, traces = grown(hvc.Compression.parse(args.compression), args.layers, args.memory_steps)
-        rest = args.memory_steps * 9 // 10
-        console.print(f"memory: {before:.0f} MiB, and {more:+.1f} MiB after {rest:,} more steps, in which {traces} were traced")
+    memory = grown(hvc.Compression.parse(args.compression), args.layers, args.memory_steps) if args.memory_steps else None
+    if hvd.rank() == 0 and args.json:
+        print(json.dumps({"plain": runs["none"], "compressed": runs[args.compression], "memory": memory}), flush=True)
+    elif hvd.rank() == 0:
+        report(runs, 2 * args.layers, memory, args.memory_steps)
 
 
 if __name__ == "__main__":

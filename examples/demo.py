@@ -2,7 +2,7 @@
 
     mpirun -np 2 python examples/demo.py            three seeds of each method on Fashion-MNIST
     mpirun -np 2 python examples/demo.py --quick    one seed, a part of an epoch
-    mpirun -np 2 python examples/demo.py --grid     how the learning rates were chosen, on the validation split
+    mpirun -np 2 python examples/demo.py --grid    how the learning rates were chosen, on the validation split
     mpirun -np 2 python examples/demo.py --keras    the same with Keras, and TensorBoard's files
 
 Every method has its own best learning rate from the same grid. The bytes are what a rank sends in a step by a ring or a
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import datasets
@@ -145,7 +147,10 @@ def main() -> None:
         report(results, {label: lr for label, _, lr, _ in jobs}, hvd.size(), console)
         args.output.mkdir(parents=True, exist_ok=True)
         plot(results, args.output / "curves.png")
-        console.print(f"curves: {args.output / 'curves.png'}")
+        (args.output / "runs.json").write_text(
+            json.dumps({label: [asdict(run) for run in runs] for label, runs in results.items()})
+        )
+        console.print(f"curves and figures: {args.output}/curves.png, runs.json")
 
 
 if __name__ == "__main__":

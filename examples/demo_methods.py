@@ -35,7 +35,7 @@ METHODS = [
     Method("DORE, block 64", "dore:block=64,scales=byte", lr=0.025),
     # Masking throws momentum away at this compression: without it, and with a larger rate, the sketch does better.
     Method("Sketched-SGD", "sketch:ratio=0.096,momentum=0", lr=0.2, momentum=0),
-    Method("ATOMO, spectral", "atomo:atoms=spectral,budget=6", lr=0.025),
+    Method("ATOMO, spectral", "atomo:atoms=spectral,budget=6", lr=0.05),
 ]
 SHOWN = {"pytorch": METHODS[:4], "keras": [METHODS[0], *METHODS[2:]]}
 

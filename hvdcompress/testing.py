@@ -375,6 +375,21 @@ def goes_on_from_its_saved_memory(method: Reducer) -> None:
             assert_array_equal(mean, expected, f"{method}, step {step}")
 
 
+def tells_what_it_keeps_back(method: Reducer) -> None:
+    """Nothing before the first step, or without a memory; a squared norm after it."""
+    simulation = Simulation(method, LAYOUTS, 2)
+    for session in simulation.sessions:
+        assert session.residual() == 0, method
+    for step in range(3):
+        simulation.step(gradients(LAYOUTS, step, 2))
+    for session in simulation.sessions:
+        kept = session.residual()
+        assert math.isfinite(kept) and kept >= 0, f"{method}: {kept}"
+        assert kept == 0 or any(state.arrays for state in session.states), f"{method} has no memory, and keeps {kept}"
+        session.reset()
+        assert session.residual() == 0, method
+
+
 def leaves_the_gradient_alone(method: Reducer) -> None:
     """It is neither written to nor kept."""
     simulation, given = Simulation(method, LAYOUTS, 2), gradients(LAYOUTS, 0, 2)
@@ -398,6 +413,7 @@ method_checks: dict[str, Callable[[Any], None]] = {
         an_abandoned_step_leaves_no_trace,
         a_failure_on_one_rank_is_raised_on_all,
         goes_on_from_its_saved_memory,
+        tells_what_it_keeps_back,
         leaves_the_gradient_alone,
     )
 }

@@ -185,6 +185,33 @@ def every_method_gives_the_bits_of_the_simulation():
 
 
 @check
+def every_method_gives_the_bits_of_pytorch():
+    """Both adapters in one process, on the same gradients: the same means, and the same memory."""
+    from ranks import torch_checks
+
+    torch = torch_checks.torch
+    torch.set_num_threads(1)
+    torch_checks.hvd.init()
+    torch_checks.RANK, torch_checks.SIZE = RANK, SIZE
+    for text in sorted(METHODS):
+        reduced, model = Reduced(hvc.Compression.parse(text, seed=5)), torch_checks.Given(*SHAPES)
+        compressor = torch_checks.hvc.Compression.parse(text, model, seed=5)
+        optimizer = torch_checks.wrap(model, compressor)
+        layout = reduced.reduction.session.layouts[0]
+        summed = any(stage.kind is AllReduce for stage in compressor.method.stages(layout, Group(RANK, SIZE)))
+        for step in range(3):
+            grads = given_grads(step, RANK, whole=summed)
+            expected = torch_checks.reduce_anyhow(model, optimizer, compressor, [torch.from_numpy(g.copy()) for g in grads])
+            got, where = reduced(grads), f"{text}, {SIZE} ranks, step {step}"
+            same_bits(reduced.flattened(got), reduced.flattened([g.numpy() for g in expected]), where)
+            for small in (1, 4):
+                assert_allclose(got[small], expected[small], rtol=1e-6, atol=1e-7, err_msg=where)
+        theirs = torch_checks.memory(compressor)
+        assert [name.partition(".")[2] for name in memory(reduced.compressor)] == list(theirs), text
+        same_bits(memory(reduced.compressor).values(), theirs.values(), text)
+
+
+@check
 def several_buckets_in_two_rounds_are_those_of_the_simulation():
     for exchange in ("allgather", "sharded"):
         reduced = Reduced(hvc.Compressor(Dore(block=32, exchange=exchange), bucket_mb=0.008, seed=7))

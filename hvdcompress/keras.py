@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
@@ -39,46 +41,61 @@ class CompressionCallback(tf.keras.callbacks.Callback):
         compression: the compressor; by default the one that Horovod's optimizer was given.
         reset: empties the memory after the first batch of a training that begins anew: it belongs to weights that Horovod's
             BroadcastGlobalVariablesCallback then replaces.
+        bind: False where the model's own `train_step` has a tape to which `compression` is bound.
 
     Raises:
         ValueError: at the beginning of `fit`: the model's optimizer is none of Horovod's, has no compressor, or is combined
             with what compression does not support.
     """
 
-    def __init__(self, compression: Compressor | None = None, reset: bool = True):
+    def __init__(self, compression: Compressor | None = None, reset: bool = True, bind: bool = True):
         super().__init__()
-        self.compression, self.reset = compression, reset
-        self._to_reset = False
+        if compression is None and not bind:
+            raise ValueError("bind=False needs the compressor: CompressionCallback(compression, bind=False)")
+        self.compression, self.reset, self.bind = compression, reset, bind
+        self._known: list[Any] | None = None  # sets of variables that were there before the first batch
         self._supports_tf_logs = True  # else Keras waits for every batch's figures, which are not looked at
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.model.jit_compile:
             raise ValueError(NO_XLA)
-        before = bound_to(self.model.optimizer)
-        attach(self.model.optimizer, self.compression)
-        self.compression = _compressor_of(self.model)
-        if before is not self.compression:
-            # What was traced before, in another fit, has no compressor in it, or another.
-            self.model.train_function = self.model.make_train_function(force=True)
-        self._to_reset = self.reset and self.compression.stats().steps == 0
+        if self.bind:
+            before = bound_to(self.model.optimizer)
+            attach(self.model.optimizer, self.compression)
+            if before is not bound_to(self.model.optimizer):
+                # What was traced before, in another fit, has no compressor in it, or another.
+                self.model.train_function = self.model.make_train_function(force=True)
+        self._known = list(self._compressor().reductions) if self.reset else None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._to_reset:
-            self._to_reset = False
-            _compressor_of(self.model).reset()
+        if self._known is not None:
+            for reduction in self._compressor().reductions:
+                if reduction not in self._known and not reduction.resumed:
+                    reduction.session.reset()
+            self._known = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._at_begin = _compressor_of(self.model).stats()
+        self._at_begin = self._compressor().stats()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        compressor, begin = _compressor_of(self.model), self._at_begin
+        compressor, begin = self._compressor(), self._at_begin
         end = compressor.stats()
         steps = end.steps + end.abandoned - begin.steps - begin.abandoned
         wire, dense = end.total.wire - begin.total.wire, end.total.dense - begin.total.dense
+        if not steps and self.bind and _has_averaged(self.model.optimizer):
+            warnings.warn(
+                "no gradient was averaged in this epoch: Horovod's optimizers average in minimize(), so a train_step that calls "
+                "apply_gradients() needs a DistributedGradientTape",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if logs is not None:
             logs["compression_ratio"] = wire / dense if dense else 1.0
             logs["compression_bytes"] = wire / steps if steps else 0.0
             logs["compression_residual"] = compressor.residual_norm()
+
+    def _compressor(self) -> Compressor:
+        return _compressor_of(self.model, None if self.bind else self.compression)
 
 
 class CompressionSchedule(tf.keras.callbacks.Callback):
@@ -88,61 +105,76 @@ class CompressionSchedule(tf.keras.callbacks.Callback):
     comes after `CompressionCallback`, where there is one.
 
     Args:
+        compression: the compressor; by default the one that the model's optimizer is bound to.
         options: as `hvdcompress.schedule.Schedule` takes them.
 
     Raises:
         ValueError: at the beginning of an epoch: an option is unknown, out of its range, or cannot be changed in training.
     """
 
-    def __init__(self, **options: ByEpoch):
+    def __init__(self, compression: Compressor | None = None, **options: ByEpoch):
         super().__init__()
-        self._schedule = Schedule(options)
+        self.compression, self._schedule = compression, Schedule(options)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        _compressor_of(self.model).change(**self._schedule(epoch))
+        _compressor_of(self.model, self.compression).change(**self._schedule(epoch))
 
 
 class CompressionCheckpoint(tf.keras.callbacks.Callback):
     """Saves each rank's memory after each epoch, and takes it up when training begins again.
 
-    Weights and optimizer are saved by Keras's own callbacks; both belong to the same epoch. It comes after
-    `CompressionCallback`, where there is one.
+    Weights and optimizer are saved by Keras's own callbacks, and loaded on every rank; all are of the same epoch. It comes
+    after `CompressionCallback`, where there is one.
 
     Args:
         directory: where `compression-<rank>.npz` is kept, replaced as a whole; not necessarily common to the hosts.
         resume: takes up what is there when training begins, if this training has made no step yet.
+        compression: the compressor; by default the one that the model's optimizer is bound to.
 
     Raises:
-        CompressionError: at the beginning of `fit`, the file is no memory; in the first step, on every rank, it is of another
-            training, or the ranks' files are not of the same step.
+        CompressionError: in the first step, on every rank: a rank's file cannot be read, is of another training or of another
+            epoch than the one before the first of this `fit` (`initial_epoch`), or the ranks' files are not of the same step.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], resume: bool = True):
+    def __init__(self, directory: str | os.PathLike[str], resume: bool = True, compression: Compressor | None = None):
         super().__init__()
-        self.directory, self.resume = Path(directory), resume
+        self.directory, self.resume, self.compression = Path(directory), resume, compression
+        self._begins = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        path, compressor = self._path(), _compressor_of(self.model)
-        if self.resume and path.exists() and compressor.stats().steps == 0:
-            compressor.load_state_dict(load(path))
+        self._begins = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        path, compressor = self._path(), _compressor_of(self.model, self.compression)
+        if self._begins and self.resume and path.exists() and compressor.stats().steps == 0:
+            try:
+                memory = load(path)
+                if memory["epoch"] != epoch - 1:
+                    raise CompressionError(
+                        f"{path} is of the end of epoch {memory['epoch']}, and this fit begins with epoch {epoch}: give it "
+                        f"initial_epoch={memory['epoch'] + 1} and the weights of then, or another directory, or resume=False"
+                    )
+                compressor.load_state_dict(memory)
+            except CompressionError as error:
+                compressor.fail(error)
+        self._begins = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        save(_compressor_of(self.model).state_dict(), self._path())
+        save({"epoch": epoch, **_compressor_of(self.model, self.compression).state_dict()}, self._path())
 
     def _path(self) -> Path:
-        import horovod.tensorflow as hvd
-
         return self.directory / f"compression-{hvd.rank()}.npz"
 
 
 def save(memory: dict[str, Any], path: Path) -> None:
-    """Writes a rank's memory, as `Compressor.state_dict` gives it, as an .npz file; what was there is replaced at the end."""
+    """Writes a rank's memory, as `Compressor.state_dict` gives it, and its epoch as an .npz file, replacing what was there."""
     sets = [{key: value for key, value in one.items() if key != "arrays"} for one in memory["sets"]]
     arrays = {f"{number}/{name}": array for number, one in enumerate(memory["sets"]) for name, array in one["arrays"].items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
-        np.savez(file, sets=np.frombuffer(json.dumps(sets).encode(), np.uint8), **arrays)
+        text = json.dumps({"epoch": memory["epoch"], "sets": sets})
+        np.savez(file, memory=np.frombuffer(text.encode(), np.uint8), **arrays)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -156,17 +188,24 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         with np.load(path) as file:
-            sets = json.loads(file["sets"].tobytes())
-            for number, one in enumerate(sets):
+            memory: dict[str, Any] = json.loads(file["memory"].tobytes())
+            for number, one in enumerate(memory["sets"]):
                 own = f"{number}/"
                 one["arrays"] = {name.removeprefix(own): file[name] for name in file.files if name.startswith(own)}
     except Exception as error:
         raise CompressionError(f"{path} is no memory of a compressor, or cut: {error}") from error
-    return {"sets": sets}
+    return memory
 
 
-def _compressor_of(model: Any) -> Compressor:
-    compressor = bound_to(model.optimizer)
+def _has_averaged(optimizer: Any) -> bool:
+    """Whether an epoch must have had an averaging step: not of one rank alone, nor of fewer batches than go into a step."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    process_set = inner._allreduce_grads.told.process_set
+    return bool(process_set.included() and process_set.size() > 1 and inner._agg_helper is None)
+
+
+def _compressor_of(model: Any, given: Compressor | None) -> Compressor:
+    compressor = given or bound_to(model.optimizer)
     if compressor is None:
         raise ValueError(
             "the model's optimizer has no compressor bound to it: give hvd.DistributedOptimizer a compression= of "

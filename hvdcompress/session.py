@@ -211,10 +211,14 @@ class Session:
             for number, bucket in enumerate(self.states)
         ]
 
-    def handshake(self) -> Bytes:
-        """The record of before the first step: all that the ranks must agree on, or this rank's failure."""
+    def handshake(self, further: Mapping[str, str] | None = None) -> Bytes:
+        """The record of before the first step: all that the ranks must agree on, or this rank's failure.
+
+        Args:
+            further: what they must agree on in this run, beside what belongs to the memory.
+        """
         changed = {} if self._options == self.facts["method"] else {"options by now": self._options}
-        return self._record(OK, json.dumps({**self.facts, **changed}))
+        return self._record(OK, json.dumps({**self.facts, **changed, **(further or {})}))
 
     def check_handshake(self, records: Sequence[Bytes]) -> None:
         """Reads the first record of every rank.
@@ -321,7 +325,7 @@ class Session:
         self.states = [outcome.state for outcome in outcomes]
         self.committed += 1
         self._bucket_metrics = [outcome.metrics for outcome in outcomes]
-        self.metrics = self._averaged(self._bucket_metrics)
+        self.metrics = averaged(self._bucket_metrics, [layout.size for layout in self.layouts])
         paper = traffic.Traffic(paper=sum(outcome.paper_bytes for outcome in outcomes))
         self.last, self.total = self.last + paper, self.total + paper
         return [outcome.mean for outcome in outcomes]
@@ -384,13 +388,14 @@ class Session:
                 )
         return records
 
-    def _averaged(self, metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """The means over the buckets that have a figure, by their sizes."""
-        averages: dict[str, float] = {}
-        for name in {name: None for of_bucket in metrics for name in of_bucket}:
-            have = [(m[name], max(1, layout.size)) for m, layout in zip(metrics, self.layouts) if name in m]
-            averages[name] = sum(value * size for value, size in have) / sum(size for _, size in have)
-        return averages
+
+def averaged(metrics: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
+    """The means of figures over those that have them, by their sizes."""
+    averages: dict[str, float] = {}
+    for name in {name: None for one in metrics for name in one}:
+        have = [(one[name], max(1, size)) for one, size in zip(metrics, sizes) if name in one]
+        averages[name] = sum(value * size for value, size in have) / sum(size for _, size in have)
+    return averages
 
 
 def with_options(reducer: Reducer, options: Mapping[str, Any]) -> Reducer:

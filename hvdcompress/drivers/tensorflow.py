@@ -22,7 +22,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -46,11 +46,11 @@ class Transport:
     """
 
     def __init__(self, prefix: str, process_set: Any):
-        self._prefix, self._set = prefix, process_set
+        self.prefix, self._set = prefix, process_set
 
     def where(self, name: str) -> dict[str, Any]:
         """Name and process set of an operation, as Horovod takes them."""
-        return {"name": f"{self._prefix}_{name}", "ignore_name_scope": True, "process_set": self._set}
+        return {"name": f"{self.prefix}_{name}", "ignore_name_scope": True, "process_set": self._set}
 
     def exchange(self, stage: Stage, payload: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """The tensors of a reply, `payload` being those of `_payload`."""
@@ -62,6 +62,33 @@ class Transport:
 
     def gather(self, payload: tf.Tensor, name: str) -> tf.Tensor:
         return hvd.allgather(payload, **self.where(name))
+
+    def average(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return hvd.allreduce(tensor, op=hvd.Average, **self.where(name))
+
+    def average_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        """All ranks' slices, divided by their number."""
+        values, indices = (self.gather(part, f"{name}_{i}") for i, part in enumerate((slices.values, slices.indices)))
+        return tf.IndexedSlices(values / tf.cast(self._set.size(), values.dtype), indices, slices.dense_shape)
+
+    def meet(self, greeting: tf.Tensor) -> tf.Tensor:
+        """Gathers handshakes: under one name, so that ranks meet there whatever they begin with, and hear if it differs."""
+        name = f"hvdcompress_{self._set.process_set_id}_handshake"
+        return hvd.allgather(greeting, name=name, ignore_name_scope=True, process_set=self._set)
+
+
+class Means(NamedTuple):
+    """What a step comes to, in the form of what it was given; all NaN if it was given up.
+
+    Attributes:
+        gradients, dense, sparse: the means.
+        fine: float32[]: 1, or NaN.
+    """
+
+    gradients: list[list[tf.Tensor]]
+    dense: list[tf.Tensor]
+    sparse: list[tf.IndexedSlices]
+    fine: tf.Tensor
 
 
 class Program:
@@ -80,20 +107,23 @@ class Program:
         self.failure: CompressionError | None = None  # of the last step: TensorFlow keeps its text only
         self._timer: threading.Timer | None = None
         self._waits_since = self._decoded_then = 0.0
+        self.ended = 0.0  # when the last step did, by time.monotonic
 
     def build(
-        self, gradients: Sequence[Sequence[tf.Tensor]], beside: Sequence[tf.Tensor], sent: traffic.Traffic, lr: tf.Tensor | None
-    ) -> tuple[list[list[tf.Tensor]], list[tf.Tensor], tf.Tensor]:
+        self,
+        gradients: Sequence[Sequence[tf.Tensor]],
+        dense: Sequence[tf.Tensor],
+        sparse: Sequence[tf.IndexedSlices],
+        sent: traffic.Traffic,
+        lr: tf.Tensor | None,
+    ) -> Means:
         """Builds a step into the graph that is the default.
 
         Args:
             gradients: float32, those of each bucket in the order of its layout.
-            beside: other tensors of the step, which travel dense; it is given up if they are not finite.
+            dense, sparse: other tensors of the step, which Horovod averages as they are.
             sent: the bytes of these, and what is saved.
             lr: the learning rate, float32[], if the method asks for it.
-
-        Returns:
-            The means in the form of `gradients` and of `beside`, and float32[]: 1. All are NaN if the step was given up.
         """
         session, transport = self.session, self.transport
         calls, layouts = _Calls(), session.layouts
@@ -101,17 +131,16 @@ class Program:
         met = tf.cond(calls(self._meets, [], [tf.bool])[0], self._build_handshake, lambda: tf.constant(0, tf.int8))
         calls.after(met)
         with tf.control_dependencies([met]):  # ranks that do not agree may not even have the same collectives
-            dense = [
-                hvd.allreduce(tensor, op=hvd.Average, **transport.where(f"beside_{number}"))
-                for number, tensor in enumerate(beside)
-            ]
+            averaged_dense = [transport.average(tensor, f"dense_{number}") for number, tensor in enumerate(dense)]
+            averaged_sparse = [transport.average_slices(slices, f"sparse_{number}") for number, slices in enumerate(sparse)]
         stages = [session.reducer.stages(layout, session.group) for layout in layouts]
         pending = []
         for bucket, members in enumerate(gradients):
             start = _bind(self._start, bucket, lr is not None)
             payload = calls(start, [*rates, *members], _types(stages[bucket][0]))
             pending.append(transport.exchange(stages[bucket][0], payload, blocking.name(bucket, 0)))
-        record = calls(_bind(self._record, sent), beside, [tf.uint8])
+        finite = [tf.reduce_all(tf.math.is_finite(values)) for values in (*dense, *(slices.values for slices in sparse))]
+        record = calls(_bind(self._record, sent), finite, [tf.uint8])
         calls(self._agree, [transport.gather(record[0], blocking.STATUS)], [tf.int8])
         for number in range(max(map(len, stages), default=0)):
             for bucket in range(len(layouts)):
@@ -121,15 +150,24 @@ class Program:
                     payload = calls(advance, pending[bucket], _types(following) if following else [tf.int8])
                     if following:
                         pending[bucket] = transport.exchange(following, payload, blocking.name(bucket, number + 1))
+        # An error ends the graph: no other rank may then wait for a collective that this one has not come to.
+        calls.after(*averaged_dense, *(slices.values for slices in averaged_sparse))
         results = iter(calls(self._finish, [], [tf.float32] * (sum(map(len, gradients)) + 1)))
         fine = tf.ensure_shape(next(results), [])
-        means = [[tf.ensure_shape(next(results), g.shape) for g in members] for members in gradients]
-        return means, [mean * tf.cast(fine, mean.dtype) for mean in dense], fine
+        return Means(
+            [[tf.ensure_shape(next(results), g.shape) for g in members] for members in gradients],
+            [mean * tf.cast(fine, mean.dtype) for mean in averaged_dense],
+            [
+                tf.IndexedSlices(slices.values * tf.cast(fine, slices.values.dtype), slices.indices, slices.dense_shape)
+                for slices in averaged_sparse
+            ],
+            fine,
+        )
 
     def _build_handshake(self) -> tf.Tensor:
         calls = _Calls()
         greeting = calls(self._greet, [], [tf.uint8])
-        return calls(self._check_handshake, [self.transport.gather(greeting[0], "handshake")], [tf.int8])[0]
+        return calls(self._check_handshake, [self.transport.meet(greeting[0])], [tf.int8])[0]
 
     # The calls.
 
@@ -143,7 +181,7 @@ class Program:
         self._timer = threading.Timer(self._patience, self._late)
         self._timer.daemon = True
         self._timer.start()
-        return self.session.handshake()
+        return self.session.handshake({"name of the set of variables": self.transport.prefix})
 
     def _check_handshake(self, gathered: Any) -> Any:
         if self._timer is not None:
@@ -163,9 +201,8 @@ class Program:
         session.seconds["encode"] += time.perf_counter() - began
         return _payload(session.start(bucket, flat, lr))
 
-    def _record(self, sent: traffic.Traffic, *beside: Any) -> Any:
-        for array in beside:
-            self.session.check_finite(bool(np.isfinite(array).all()))
+    def _record(self, sent: traffic.Traffic, *finite: Any) -> Any:
+        self.session.check_finite(all(map(bool, finite)))
         self.session.count(sent)
         self._waits_since, self._decoded_then = time.perf_counter(), self.session.seconds["decode"]
         return self.session.record()
@@ -185,6 +222,7 @@ class Program:
         session = self.session
         decoding = session.seconds["decode"] - self._decoded_then
         session.seconds["wait"] += time.perf_counter() - self._waits_since - decoding
+        self.ended = time.monotonic()
         with self._keeping_failure():
             means = session.finish()
         fine = np.float32("nan") if means is None else np.float32(1)
@@ -214,12 +252,12 @@ class _Calls:
         with tf.control_dependencies(self._before):
             made = tf.numpy_function(_without_writing(function), list(inputs), list(dtypes))
         outputs = list(made) if isinstance(made, (list, tuple)) else [made]  # one alone where functions run eagerly
-        self.after(outputs[0])
+        self._before = outputs[:1]
         return outputs
 
-    def after(self, tensor: tf.Tensor) -> None:
-        """What is called next is called when `tensor` is there."""
-        self._before = [tensor]
+    def after(self, *tensors: tf.Tensor) -> None:
+        """What is called next is called when these are there too."""
+        self._before += tensors
 
 
 def _without_writing(function: Callable[..., Any]) -> Callable[..., Any]:

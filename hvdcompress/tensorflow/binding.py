@@ -46,17 +46,18 @@ class Bound:
         told, process_set = self.told, self.told.process_set
         if not process_set.included() or process_set.size() == 1:
             return list(grads)
-        averaged: list[Any] = list(grads)
-        dense = []
+        dense, sparse = [], []
         for place, (gradient, variable) in enumerate(zip(grads, vars)):
-            if isinstance(gradient, tf.IndexedSlices):
-                if not told.sparse_as_dense:
-                    averaged[place] = hvd.allreduce(gradient, op=told.op, process_set=process_set)
-                    continue
-                gradient = tf.convert_to_tensor(gradient)
-            if gradient is not None:
-                dense.append((place, gradient, variable))
+            if isinstance(gradient, tf.IndexedSlices) and not told.sparse_as_dense:
+                sparse.append((place, gradient))
+            elif gradient is not None:
+                if not isinstance(variable, tf.Variable):
+                    raise ValueError("compression keeps a memory of each variable: take gradients by variables, not by tensors")
+                dense.append((place, tf.convert_to_tensor(gradient), variable))
+        averaged: list[Any] = list(grads)
         if not dense:
+            for place, slices in sparse:
+                averaged[place] = hvd.allreduce(slices, op=told.op, process_set=process_set)
             return averaged
         if not tf.executing_eagerly():
             refuse_graph(tf.compat.v1.get_default_graph())
@@ -65,7 +66,8 @@ class Bound:
         factor = float(process_set.size()) if told.op == hvd.Sum else 1.0
         # model.compile may have put a LossScaleOptimizer around what was bound.
         treatment = Treatment(factor, called_by(is_loss_scaled) or self.optimizer)
-        for place, mean in zip(places, reduction(gradients, treatment)):
+        result = reduction(gradients, treatment, [slices for _, slices in sparse])
+        for place, mean in zip([*places, *(place for place, _ in sparse)], [*result.gradients, *result.sparse]):
             averaged[place] = mean
         return averaged
 
@@ -75,8 +77,8 @@ def attach(target: Any, compression: Any = None, *, optimizer: Any = None) -> An
 
     Args:
         target: the optimizer, or the LossScaleOptimizer around it, before its first step; or the tape.
-        compression: the compressor; by default the one that Horovod was given. Of `Compression.none` and `fp16` Horovod
-            takes care itself: nothing is done.
+        compression: the compressor; by default the one that is bound already, or that Horovod was given. Of its own `none`
+            and `fp16` Horovod takes care itself: nothing is done.
         optimizer: for a tape, the optimizer that applies its gradients. If it is a LossScaleOptimizer the gradients are taken
             to be of a loss that it has scaled, and are returned so; a method with `rescale` asks it for the learning rate.
 
@@ -96,10 +98,12 @@ def attach(target: Any, compression: Any = None, *, optimizer: Any = None) -> An
             f"{type(target).__name__} is not of Horovod: wrap it in hvd.DistributedOptimizer or DistributedGradientTape"
         )
     told = reduce.told if isinstance(reduce, Bound) else _told(reduce)
-    compressor = told.compression if compression is None else compression
+    known = reduce.compressor if isinstance(reduce, Bound) else told.compression
+    compressor = known if compression is None else compression
+    _check_compression(compressor)
     if not isinstance(compressor, Compressor):
         if isinstance(reduce, Bound):
-            raise ValueError("a compressor is bound to this already: make a new one for another compression")
+            raise ValueError("a compressor is bound to this already: make it anew for one of Horovod's own")
         return target
     if told.op not in (hvd.Average, hvd.Sum):
         raise ValueError("compression averages or sums: use op=hvd.Average or hvd.Sum, not Adasum, Min, Max or Product")
@@ -144,6 +148,7 @@ def DistributedOptimizer(optimizer: Any, compression: Any = hvd.Compression.none
         raise ValueError("an optimizer of TensorFlow 1 is not supported: use one of Keras, or a tape")
     if options.get("op", hvd.Average) not in (hvd.Average, hvd.Sum):
         raise ValueError("compression averages or sums: use op=hvd.Average or hvd.Sum, not Adasum, Min, Max or Product")
+    _check_compression(compression)
     import horovod.tensorflow.keras as keras  # imports Keras, for those who use it
 
     return attach(keras.DistributedOptimizer(optimizer, compression=compression, **options))
@@ -163,9 +168,18 @@ def DistributedGradientTape(
     Raises:
         ValueError: the combination is not supported.
     """
+    _check_compression(compression)
     if not isinstance(compression, Compressor):
         return hvd.DistributedGradientTape(tape, compression=compression, **options)
     return attach(hvd.DistributedGradientTape(tape, **options), compression, optimizer=optimizer)
+
+
+def _check_compression(compression: Any) -> None:
+    its_class = isinstance(compression, type) and issubclass(compression, Compressor)
+    if its_class or not callable(getattr(compression, "compress", None)):
+        raise ValueError(
+            f"{compression!r} is no compression: give what hvc.Compression.dore() makes, or Compression.none or fp16 as they are"
+        )
 
 
 def _told(reduce: Any) -> Told:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import sys
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from .. import adapter, options
 from ..adapter import Cut
 from ..core import Reducer
 from ..errors import CompressionError
-from ..session import Stats, check_memory, with_options
+from ..session import Stats, averaged, check_memory, with_options
 from ..traffic import Traffic
 from .reduction import Reduction, Treatment, Variable, is_loss_scaled, not_converted, of_variables
 
@@ -33,7 +34,8 @@ NO_XLA = (
     "tf.function (an optimizer's own jit_compile is no matter)"
 )
 
-_instances: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of reductions, by process set
+_instances: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of reductions, by their names but for the number
+GENERAL = ("version", "method", "seed", "number of ranks")  # facts that all sets of variables of a training share
 
 
 class _Held(NamedTuple):
@@ -80,6 +82,8 @@ class Compressor:
         self._places: list[Reduction] = []  # unbound, by the place of a tensor in a trace
         self._tokens: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()  # next place, by graph
         self._to_load: list[Mapping[str, Any]] = []  # of reductions that are not there yet
+        self._failure: CompressionError | None = None  # of this rank, to be told to all of them in the next step
+        self._retired = Stats()  # of sets whose variables are gone
 
     # Horovod's Compressor API
 
@@ -106,7 +110,7 @@ class Compressor:
                 f"gradient {place} was {reduction.variables[0].dtype.name}{list(reduction.variables[0].shape)} and is "
                 f"{variable.dtype.name}{list(variable.shape)}: give each optimizer or tape a compressor of its own; or {BIND}"
             )
-        (mean,), fine = reduction.build([tensor], Treatment())
+        (mean,), _, fine = reduction.build([tensor], Treatment())
         token = tf.constant(adapter.token(process_set.rank()), _wide(tensor.dtype))
         # Tokens of constants would be merged with others by Grappler, and not by the same on all ranks.
         return token * tf.cast(fine, token.dtype), mean
@@ -129,7 +133,7 @@ class Compressor:
         if held is None or any(ref() is not variable for ref, variable in zip(held.variables, variables)):
             if self._set not in (None, process_set):
                 raise ValueError("the compressor was given another process set than the optimizer: give it none")
-            self._held = {k: held for k, held in self._held.items() if all(ref() is not None for ref in held.variables)}
+            self._retire()
             self._warn_of_another_set(variables)
             made = self._reduction(of_variables(variables, gradients), process_set)
             held = self._held[key] = _Held(made, [weakref.ref(variable) for variable in variables])
@@ -138,32 +142,34 @@ class Compressor:
     # What a user sees
 
     def stats(self) -> Stats:
-        """Bytes, seconds and noise, of the last step and in all, over all sets of variables; zero where nothing was exchanged.
+        """Bytes, seconds and noise, of the last step and in all; zero where nothing was exchanged.
 
-        Steps are those of the set that had most.
+        Totals, steps too, are summed over all sets of variables; what is said of the last step, and metrics, are of the set
+        that made it. Unbound, every tensor takes a part in a step.
         """
-        every = [reduction.session.stats() for reduction in self._reductions]
-        if len(every) == 1:
-            return every[0]
+        held = [one.reduction for one in self._held.values()]
+        latest = self._places or ([max(held, key=lambda reduction: reduction.program.ended)] if held else [])
+        unbound = [reduction.session.stats() for reduction in self._places]
+        every = [*(reduction.session.stats() for reduction in held), self._retired]
         return Stats(
-            max((stats.steps for stats in every), default=0),
-            max((stats.abandoned for stats in every), default=0),
-            sum((stats.last for stats in every), Traffic()),
-            sum((stats.total for stats in every), Traffic()),
-            {part: sum(stats.seconds[part] for stats in every) for part in (every[0].seconds if every else ())},
-            {},
+            sum(stats.steps for stats in every) + max((stats.steps for stats in unbound), default=0),
+            sum(stats.abandoned for stats in every) + max((stats.abandoned for stats in unbound), default=0),
+            sum((reduction.session.last for reduction in latest), Traffic()),
+            sum((stats.total for stats in [*every, *unbound]), Traffic()),
+            _summed(stats.seconds for stats in [*every, *unbound]),
+            averaged([r.session.metrics for r in latest], [sum(layout.size for layout in r.session.layouts) for r in latest]),
         )
 
     def predicted_bytes(self) -> float:
-        """Bytes that a rank sends in a step of all sets of variables as the formulas have it, status and dense tensors included.
+        """Bytes that a rank sends in a step of every set of variables as the formulas have it, status and dense tensors included.
 
         What depends on the data goes by the last step's metrics. `stats().last.wire` is what was counted.
         """
-        return sum(reduction.predicted_bytes() for reduction in self._reductions)
+        return sum(reduction.predicted_bytes() for reduction in self.reductions)
 
     def residual_norm(self) -> float:
         """l2 norm of what this rank keeps of gradients that have not been applied yet."""
-        return math.sqrt(sum(reduction.session.residual() for reduction in self._reductions))
+        return math.sqrt(sum(reduction.session.residual() for reduction in self.reductions))
 
     def change(self, **options: Any) -> None:
         """Goes on with other options of the method from the next step; call it between two steps, on every rank alike.
@@ -174,18 +180,20 @@ class Compressor:
             ValueError: an option is unknown, out of its range, or cannot be changed during training.
         """
         with_options(self.method, {**self._changes, **options})
-        for reduction in self._reductions:
+        for reduction in self.reductions:
+            if reduction.session.begun:  # a step has broken off
+                reduction.session.restart()
             reduction.session.change(**options)
         self._changes.update(options)
 
     def reset(self) -> None:
         """Empties the memory, as after weights were replaced; call it between two steps, on every rank alike."""
-        for reduction in self._reductions:
+        for reduction in self.reductions:
             reduction.session.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory, as NumPy arrays, numbers and strings. Each rank must keep its own."""
-        known = [reduction.session.state_dict() for reduction in self._reductions]
+        known = [reduction.session.state_dict() for reduction in self.reductions]
         return {"sets": [*known, *self._to_load]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -198,29 +206,63 @@ class Compressor:
             raise CompressionError(f"this is no memory of a compressor: it has {sorted(state)}")
         for one in state["sets"]:
             check_memory(one)
-        reductions = self._reductions
-        for reduction, one in zip(reductions, state["sets"]):
-            reduction.session.load_state_dict(one)
-        self._to_load = list(state["sets"][len(reductions) :])
+        self._to_load = list(state["sets"])
+        for reduction in self.reductions:
+            self._load(reduction)
+
+    def fail(self, error: CompressionError) -> None:
+        """Takes note that this rank cannot go on: every rank will be told in the next step, and raise."""
+        self._failure = error
+        for reduction in self.reductions:
+            self._tell_failure(reduction)
+
+    def _tell_failure(self, reduction: Reduction) -> None:
+        if self._failure is not None:
+            reduction.session.fail(self._failure)
+            self._failure = None
 
     # Inside
 
     @property
-    def _reductions(self) -> list[Reduction]:
+    def reductions(self) -> list[Reduction]:
+        """Those of all sets of variables, in the order in which they came."""
         return [*(held.reduction for held in self._held.values()), *self._places]
 
     def _reduction(self, variables: Sequence[Variable], process_set: Any) -> Reduction:
-        """Reductions are numbered in the order in which they are made, which is the same on all ranks."""
-        set_id = process_set.process_set_id
-        prefix = f"hvdcompress_{set_id}_{next(_instances[set_id])}"
+        """A new one. Ranks may trace in different orders, so its name is made of what it is for; equal ones are numbered."""
+        known = hashlib.sha256(repr([(v.name, v.shape) for v in variables]).encode()).hexdigest()[:12]
+        prefix = f"hvdcompress_{process_set.process_set_id}_{known}"
+        prefix = f"{prefix}_{next(_instances[prefix])}"
         made = Reduction(variables, self.method, self._cut, self._seed, process_set, prefix)
         try:
             made.session.change(**self._changes)
-            if self._to_load:
-                made.session.load_state_dict(self._to_load.pop(0))
+            self._load(made)
         except CompressionError as error:  # told in the first step, on every rank
             made.session.fail(error)
+        self._tell_failure(made)
         return made
+
+    def _load(self, reduction: Reduction) -> None:
+        """Takes up what was saved of a set of variables; nothing, if there are only others of the same training."""
+        session = reduction.session
+        for number, one in enumerate(self._to_load):
+            if one["facts"] == session.facts or _contradicts(one["facts"], session.facts):
+                session.load_state_dict(one)
+                del self._to_load[number]
+                reduction.resumed = True
+                return
+
+    def _retire(self) -> None:
+        """Gives up the sets whose variables are gone, but for what they have sent."""
+        gone = [key for key, held in self._held.items() if any(ref() is None for ref in held.variables)]
+        for key in gone:
+            stats = self._held.pop(key).reduction.session.stats()
+            self._retired = Stats(
+                self._retired.steps + stats.steps,
+                self._retired.abandoned + stats.abandoned,
+                total=self._retired.total + stats.total,
+                seconds=_summed([self._retired.seconds, stats.seconds]),
+            )
 
     def _warn_of_another_set(self, variables: Sequence[tf.Variable]) -> None:
         known = {id(ref()): ref() for held in self._held.values() for ref in held.variables}
@@ -267,6 +309,21 @@ def refuse_graph(graph: Any) -> None:
         raise ValueError("compression needs TensorFlow 2's functions, not a graph of TensorFlow 1")
     if called_by(lambda caller: getattr(caller, "_jit_compile", None) is True and hasattr(caller, "python_function")):
         raise ValueError(NO_XLA)
+
+
+def _contradicts(saved: Mapping[str, str], own: Mapping[str, str]) -> bool:
+    """Whether the facts of two sets of variables cannot be of one training: by the method, say, or the shape of a tensor."""
+    kinds = [{key: fact.partition("]")[0] for key, fact in facts.items() if key.startswith("tensor ")} for facts in (saved, own)]
+    common = [key for key in kinds[0] if key in kinds[1]]
+    return any(saved.get(key) != own.get(key) for key in GENERAL) or any(kinds[0][key] != kinds[1][key] for key in common)
+
+
+def _summed(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for one in seconds:
+        for part, value in one.items():
+            total[part] = total.get(part, 0.0) + value
+    return total
 
 
 def _factor(token: Any, size: int) -> float:

@@ -45,6 +45,19 @@ class Treatment(NamedTuple):
     optimizer: Any = None
 
 
+class Averaged(NamedTuple):
+    """What a step comes to: NaN where it was given up.
+
+    Attributes:
+        gradients, sparse: in the order in which they were given.
+        fine: float32[]: 1, or NaN.
+    """
+
+    gradients: list[tf.Tensor]
+    sparse: list[tf.IndexedSlices]
+    fine: tf.Tensor
+
+
 class Reduction:
     """One rank's part in the averaging of a set of variables' gradients.
 
@@ -69,50 +82,57 @@ class Reduction:
         group = Group(process_set.rank(), process_set.size(), seed)
         self.session = Session(method, layouts, group, facts)
         self.transport = Transport(prefix, process_set)
-        self._program = Program(self.session, self.transport, adapter.warn_of_waiting, adapter.patience())
+        self.resumed = False  # the memory began with one that was saved
+        self.program = Program(self.session, self.transport, adapter.warn_of_waiting, adapter.patience())
         self._functions: dict[Treatment, Callable[..., Any]] = {}
         adapter.warn_of_nothing_saved(self.session)
 
-    def __call__(self, gradients: Sequence[tf.Tensor], treatment: Treatment) -> list[tf.Tensor]:
-        """The averaged gradients; of a step that was given up, NaN. In a graph, it builds what makes them.
+    def __call__(self, gradients: Sequence[tf.Tensor], treatment: Treatment, sparse: Sequence[tf.IndexedSlices] = ()) -> Averaged:
+        """One step. In a graph, it builds what makes it.
+
+        Args:
+            gradients: in the order of the variables.
+            treatment: what is done to them beside averaging.
+            sparse: other gradients of the step, which Horovod averages as they are.
 
         Raises:
             CompressionError: a rank failed, or the ranks do not agree. When a graph around this one is run, TensorFlow
                 makes an error of its own of it, with the text.
         """
         if not tf.executing_eagerly():
-            return self.build(gradients, treatment)[0]
+            return self.build(gradients, treatment, sparse)
         if treatment not in self._functions:
-            build = not_converted(lambda given: self.build(given, treatment)[0])
-            self._functions[treatment] = tf.function(build)
+            build = not_converted(lambda dense, slices: self.build(dense, treatment, slices))
+            self._functions[treatment] = tf.function(build, reduce_retracing=True)  # the number of slices differs
         try:
-            return list(self._functions[treatment](list(gradients)))
+            return Averaged(*self._functions[treatment](list(gradients), list(sparse)))
         except tf.errors.OpError as error:
-            raise self._program.failure or error from None
+            raise self.program.failure or error from None
 
-    def build(self, gradients: Sequence[tf.Tensor], treatment: Treatment) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Builds a step into the graph that is the default.
-
-        Returns:
-            The averaged gradients; and float32[]: 1, or NaN if the step was given up.
-        """
+    def build(self, gradients: Sequence[tf.Tensor], treatment: Treatment, sparse: Sequence[tf.IndexedSlices] = ()) -> Averaged:
+        """The same, into the graph that is the default."""
         scale = _loss_scale(treatment.optimizer)
         lr = _learning_rate(treatment.optimizer) if getattr(self.session.reducer, "rescale", False) else None
         wide = [self._widened(gradient, i, scale) for i, gradient in enumerate(gradients)]
         vectors = [[i for i in self._beside if wide[i].dtype == dtype] for dtype in (tf.float32, tf.float64)]
         vectors = [members for members in vectors if members]
-        means, beside, fine = self._program.build(
+        means = self.program.build(
             [[wide[i] for i in bucket] for bucket in self._buckets],
             [tf.concat([tf.reshape(wide[i], [-1]) for i in members], 0) for members in vectors],
+            sparse,
             self._sent_beside(),
             lr,
         )
         back: dict[int, tf.Tensor] = {}
-        for members, vector in zip(vectors, beside):
+        for members, vector in zip(vectors, means.dense):
             back.update(zip(members, tf.split(vector, [_elements(self.variables[i]) for i in members])))
-        for bucket, tensors in zip(self._buckets, means):
+        for bucket, tensors in zip(self._buckets, means.gradients):
             back.update(zip(bucket, tensors))
-        return [self._narrowed(back[i], i, treatment.factor, scale) for i in range(len(gradients))], fine
+        return Averaged(
+            [self._narrowed(back[i], i, treatment.factor, scale) for i in range(len(gradients))],
+            [_multiplied(slices, treatment.factor) for slices in means.sparse],
+            means.fine,
+        )
 
     def predicted_bytes(self) -> float:
         """As `Compressor` has it."""
@@ -160,6 +180,10 @@ def of_variables(variables: Sequence[tf.Variable], gradients: Sequence[tf.Tensor
 
 def _elements(variable: Variable) -> int:
     return math.prod(variable.shape)
+
+
+def _multiplied(slices: tf.IndexedSlices, factor: float) -> tf.IndexedSlices:
+    return tf.IndexedSlices(slices.values * tf.cast(factor, slices.values.dtype), slices.indices, slices.dense_shape)
 
 
 def _loss_scale(optimizer: Any) -> tf.Tensor | None:

@@ -51,15 +51,15 @@ def given_grads(step: int, rank: int, shapes=SHAPES, whole: bool = False) -> lis
     return [np.asarray(np.round(16 * g), np.float32) for g in grads] if whole else grads
 
 
-def variables(shapes=SHAPES, dtype=tf.float32) -> list[tf.Variable]:
-    return [tf.Variable(tf.zeros(shape, dtype), name=f"v{i}") for i, shape in enumerate(shapes)]
+def variables(shapes=SHAPES, dtype=tf.float32, name: str = "v") -> list[tf.Variable]:
+    return [tf.Variable(tf.zeros(shape, dtype), name=f"{name}{i}") for i, shape in enumerate(shapes)]
 
 
 class Reduced:
     """Gradients averaged as a bound optimizer does it, and as the simulation does."""
 
-    def __init__(self, compressor, shapes=SHAPES, **options):
-        self.compressor, self.shapes, self.variables = compressor, shapes, variables(shapes)
+    def __init__(self, compressor, shapes=SHAPES, name: str = "v", **options):
+        self.compressor, self.shapes, self.variables = compressor, shapes, variables(shapes, name=name)
         self.optimizer = hvc.DistributedOptimizer(keras.optimizers.SGD(0.5), compressor, **options)
         self.simulation = None
 
@@ -1187,9 +1187,173 @@ def a_training_goes_on_from_its_checkpoint_bit_for_bit():
         same_bits(weights(halves), weights(whole))
         same_bits(memory(got).values(), memory(expected).values())
         assert got.stats().steps == 16
-        (Path(directory) / f"compression-{RANK}.npz").write_bytes(b"no zip")
-        with pytest.raises(CompressionError, match="no memory of a compressor"):
-            train(dense_model(), 1)
+        raised_everywhere(lambda: train(dense_model(), 4, initial_epoch=1), "initial_epoch=4", error=tf.errors.UnknownError)
+        if RANK == 1:
+            (Path(directory) / "compression-1.npz").write_bytes(b"no zip")
+        raised_everywhere(
+            lambda: train(dense_model(), 5, initial_epoch=4), "rank 1", "no memory of a compressor", error=tf.errors.UnknownError
+        )
+
+
+@check_on_two
+def a_memory_that_is_taken_up_is_not_emptied():
+    """The callbacks as the README has them: the first batch's memory is given up when a training begins, not when it goes on."""
+    with tempfile.TemporaryDirectory() as directory:
+        model, kept = dense_model(), []
+        for first in (0, 1):
+            compressor = hvc.Compression.topk(ratio=0.05, exchange="allgather", dense_below=100)
+            model.compile(hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor), LOSS)
+            spy = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: kept.append(compressor.residual_norm()))
+            callbacks = [CompressionCallback(), CompressionCheckpoint(directory), spy]
+            x, y = images()
+            model.fit(x, y, batch_size=16, epochs=first + 1, initial_epoch=first, verbose=0, callbacks=callbacks)
+        assert kept[0] == 0 and all(k > 0 for k in kept[1:]), kept
+
+
+@check_on_two
+def memories_are_found_by_what_they_are_of():
+    """Of two sets of variables the second alone is trained when training goes on; the memory of the first waits."""
+    both = Reduced(hvc.Compression.dore(block=16, seed=1))
+    other = Reduced(both.compressor, [(40, 60)], "w")
+    both(given_grads(0, RANK))
+    other(given_grads(0, RANK, [(40, 60)]))
+    saved = both.compressor.state_dict()
+    expected = other(given_grads(1, RANK, [(40, 60)]))
+    later = Reduced(hvc.Compression.dore(block=16, seed=1), [(40, 60)], "w")
+    later.compressor.load_state_dict(saved)
+    same_bits(later(given_grads(1, RANK, [(40, 60)])), expected)
+    assert len(later.compressor.state_dict()["sets"]) == 2
+    wrong = Reduced(hvc.Compression.dore(block=16, seed=1), [(40, 70)], "w")
+    wrong.compressor.load_state_dict(saved)
+    raised_everywhere(lambda: wrong(given_grads(1, RANK, [(40, 70)])), "another training", "w0")
+
+
+@check_on_two
+def what_is_bound_stays_bound():
+    for way in ("attached", "by another callback"):
+        given, bound = identity(), identity()
+        optimizer = hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=given)
+        model = dense_model()
+        if way == "attached":
+            hvc.attach(optimizer, bound)
+        else:
+            fit(model, optimizer, [CompressionCallback(bound)], epochs=1)
+        fit(model, optimizer, [CompressionCallback()], epochs=1)
+        assert given.stats().steps == 0 and bound.stats().steps == (4 if way == "attached" else 8), way
+
+
+@check_on_two
+def one_callback_serves_two_models():
+    callback = CompressionCallback()
+    for compressor in (hvc.Compression.topk(dense_below=100, exchange="allgather"), hvc.Compression.dore(dense_below=100)):
+        fit(dense_model(), hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor), [callback], epochs=1)
+        assert compressor.stats().steps == 4, compressor.method
+
+
+@check_on_two
+def an_overflow_in_a_sparse_gradient_leaves_no_trace():
+    v, table = tf.Variable(tf.zeros((40, 50))), tf.Variable(tf.zeros((9, 2)))
+    compressor = hvc.Compression.topk(ratio=0.05, exchange="allgather")
+
+    def gradients(scale):
+        with tf.GradientTape() as tape:
+            loss = given_loss([v], given_grads(0, RANK, [(40, 50)])) + scale * tf.reduce_sum(tf.gather(table, [1, 2 + RANK]))
+        return hvc.DistributedGradientTape(tape, compressor).gradient(loss, [v, table])
+
+    dense, sparse = gradients(1.0)
+    assert_allclose(tf.convert_to_tensor(sparse).numpy()[:4, 0], [0, 1, 1 / SIZE, 1 / SIZE])
+    before = memory(compressor)
+    dense, sparse = gradients(np.float32("inf") if RANK == 0 else 1.0)
+    assert np.isnan(dense).all() and np.isnan(sparse.values).all()
+    same_bits(memory(compressor).values(), before.values())
+    assert compressor.stats().abandoned == 1
+
+
+@check_on_two
+def ranks_may_trace_two_models_in_any_order():
+    compressor = hvc.Compression.dore(block=16)
+    sets = [Reduced(compressor, shapes) for shapes in (SHAPES, [(50, 60)])]
+    steps = [tf.function(lambda given, one=one: one.optimizer._allreduce_grads(given, one.variables)) for one in sets]
+    if RANK == 0:
+        steps[1].get_concrete_function([tf.TensorSpec((50, 60))])
+    for step, one in zip(steps, sets):
+        got = step([tf.constant(g) for g in given_grads(0, RANK, one.shapes)])
+        assert all(np.isfinite(g).all() for g in got)
+
+
+@check_on_two
+def a_train_step_that_averages_nothing_is_told_of():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = LOSS(y, self(x))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables))
+            return {"loss": loss}
+
+    model = Own([keras.Input((40,)), keras.layers.Dense(3)])
+    optimizer = hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=identity())
+    with pytest.warns(RuntimeWarning, match="no gradient was averaged"):
+        fit(model, optimizer, [CompressionCallback()], epochs=1)
+
+
+@check_on_two
+def callbacks_go_with_a_tape_in_a_train_step():
+    compressor = hvc.Compression.topk(ratio=0.3, exchange="allgather", dense_below=100)
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = LOSS(y, self(x))
+            tape = hvc.DistributedGradientTape(tape, compressor)
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables))
+            return {"loss": loss}
+
+    model = Own([keras.Input((40,)), keras.layers.Dense(50), keras.layers.Dense(3)])
+    with tempfile.TemporaryDirectory() as directory:
+        callbacks = [
+            CompressionCallback(compressor, bind=False),
+            CompressionSchedule(compressor, ratio={0: 0.3, 1: 0.02}),
+            CompressionCheckpoint(directory, compression=compressor),
+        ]
+        history = fit(model, keras.optimizers.SGD(0.1), callbacks)
+        assert (Path(directory) / f"compression-{RANK}.npz").exists()
+    first, second = history.history["compression_bytes"]
+    assert 0 < second < first / 2 and compressor.stats().steps == 8
+
+
+@check_on_two
+def figures_are_right_with_several_sets():
+    """Those of an epoch are of what was trained in it, and do not fall when the variables of an earlier one are gone."""
+    compressor = hvc.Compression.dore(block=16, dense_below=100)
+    seen = []
+    for hidden in (50, 60, 70):
+        history = fit(
+            dense_model(hidden),
+            hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor),
+            [CompressionCallback()],
+        )
+        stats = compressor.stats()
+        seen.append((stats.steps, stats.total.wire))
+        assert_allclose(history.history["compression_bytes"][-1], stats.last.wire, rtol=0.2)
+        assert stats.metrics["uplink_noise"] > 0
+    assert [steps for steps, _ in seen] == [8, 16, 24] and seen[0][1] < seen[1][1] < seen[2][1], seen
+
+
+@check_on_two
+def what_is_no_compression_is_refused():
+    for wrong in (hvc.Compression.dore, "dore", hvc.Compressor):
+        with pytest.raises(ValueError, match="is no compression"):
+            hvc.DistributedOptimizer(keras.optimizers.SGD(0.1), wrong)
+        with pytest.raises(ValueError, match="is no compression"):
+            hvc.DistributedGradientTape(tf.GradientTape(), wrong)
+    source = tf.ones((40, 50))
+    with tf.GradientTape() as tape:
+        tape.watch(source)
+        loss = tf.reduce_sum(source)
+    with pytest.raises(ValueError, match="by variables, not by tensors"):
+        hvc.DistributedGradientTape(tape, identity()).gradient(loss, [source])
 
 
 @check_on_two

@@ -10,13 +10,15 @@ SCRIPTS = {  # with the numbers of ranks, and the seconds that all checks on one
     "mpi_checks.py": ((1, 3), 60.0),
     "torch_checks.py": ((1, 2, 3, 4), 200.0),
     "tensorflow_checks.py": ((1, 2, 3), 280.0),
+    "framework_checks.py": ((1, 2, 3), 100.0),
 }
+SLOW = {("framework_checks.py", 1), ("framework_checks.py", 3)}
 
 
 @pytest.mark.parametrize(
     ("script", "ranks", "check"),
     [
-        (script, ranks, check)
+        pytest.param(script, ranks, check, marks=[pytest.mark.slow] if (script, ranks) in SLOW else [])
         for script, (starts, _) in SCRIPTS.items()
         for ranks in starts
         for check in checks_for(RANKS / script, ranks)

@@ -229,7 +229,7 @@ class Program:
         pieces = []
         for bucket, layout in enumerate(session.layouts):
             mean = means[bucket] if means is not None else np.full(layout.size, np.nan, np.float32)
-            # Copies: TensorFlow works in place on what it is given, and the memory may hold on to a mean.
+            # Copies: TensorFlow shares an array that is aligned, and the method may have kept the mean, to write to it later.
             pieces += [mean[where].reshape(shape).copy() for where, shape in zip(layout.slices.values(), layout.shapes)]
         return [fine, *pieces]
 

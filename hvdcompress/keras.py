@@ -82,7 +82,7 @@ class CompressionCallback(tf.keras.callbacks.Callback):
         end = compressor.stats()
         steps = end.steps + end.abandoned - begin.steps - begin.abandoned
         wire, dense = end.total.wire - begin.total.wire, end.total.dense - begin.total.dense
-        if not steps and self.bind and _has_averaged(self.model.optimizer):
+        if not steps and self.bind and _must_have_averaged(self.model.optimizer):
             warnings.warn(
                 "no gradient was averaged in this epoch: Horovod's optimizers average in minimize(), so a train_step that calls "
                 "apply_gradients() needs a DistributedGradientTape",
@@ -197,7 +197,7 @@ def load(path: Path) -> dict[str, Any]:
     return memory
 
 
-def _has_averaged(optimizer: Any) -> bool:
+def _must_have_averaged(optimizer: Any) -> bool:
     """Whether an epoch must have had an averaging step: not of one rank alone, nor of fewer batches than go into a step."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     process_set = inner._allreduce_grads.told.process_set

@@ -495,7 +495,7 @@ GUARDS = [
     Guard(
         "an epoch without averaging is told of",
         KERAS,
-        "if not steps and self.bind and _has_averaged(self.model.optimizer):",
+        "if not steps and self.bind and _must_have_averaged(self.model.optimizer):",
         NEVER,
         "a_train_step_that_averages_nothing_is_told_of",
     ),

@@ -10,6 +10,7 @@ and how the resident memory grew.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -31,6 +32,7 @@ from hvdcompress.tensorflow.reduction import Reduction
 
 keras = tf.keras
 BATCH, FEATURES = 8, 64
+RUNS = itertools.count()
 
 
 def layers_model(layers: int) -> Any:
@@ -61,7 +63,8 @@ class Traced:
 def measure(compression: Any, layers: int, steps: int) -> dict[str, float]:
     """Seconds of the first epoch, and of a step in a later one."""
     model = layers_model(layers)
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.01), compression=compression)
+    # Horovod keeps what it has traced by the name, too: without one, a second model of the same shapes would not be traced.
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.01), name=f"run{next(RUNS)}", compression=compression)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     callbacks = [CompressionCallback()] if isinstance(compression, hvc.Compressor) else []
     began = time.perf_counter()
@@ -116,8 +119,8 @@ def main() -> None:
     args = parser.parse_args()
 
     hvd.init()
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # one thread a rank: the ranks share this machine's cores
+    tf.config.threading.set_inter_op_parallelism_threads(1)
     runs: dict[str, list[dict[str, float]]] = {"none": [], args.compression: []}
     for _ in range(args.repeat):
         for text, seen in runs.items():

@@ -148,7 +148,7 @@ def main() -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         plot(results, args.output / "curves.png")
         (args.output / "runs.json").write_text(
-            json.dumps({label: [asdict(run) for run in runs] for label, runs in results.items()})
+            json.dumps({label: [asdict(run) for run in runs] for label, runs in results.items()}, default=float)
         )
         console.print(f"curves and figures: {args.output}/curves.png, runs.json")
 

@@ -48,10 +48,9 @@ def scalars(board: Path, start: str) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("compression", ["dore", "sketch"])
-def test_a_model_of_160_variables_costs_little_more_than_plain_horovod(compression: str) -> None:
+def test_a_model_of_160_variables_costs_little_more_than_plain_horovod() -> None:
     script = ROOT / "benchmarks" / "tensorflow_step.py"
-    done = mpirun(2, script, "--json", "--compression", compression, timeout=800)
+    done = mpirun(2, script, "--json", "--compression", "dore", timeout=800)
     (line,) = [line for line in done.stdout.splitlines() if '{"plain"' in line]
     figures = json.loads(line[line.index("{") :])
     plain, compressed = (

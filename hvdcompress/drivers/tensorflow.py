@@ -153,9 +153,9 @@ class Program:
         # An error ends the graph: no other rank may then wait for a collective that this one has not come to.
         calls.after(*averaged_dense, *(slices.values for slices in averaged_sparse))
         results = iter(calls(self._finish, [], [tf.float32] * (sum(map(len, gradients)) + 1)))
-        fine = tf.ensure_shape(next(results), [])
+        fine = _shaped(next(results), [])
         return Means(
-            [[tf.ensure_shape(next(results), g.shape) for g in members] for members in gradients],
+            [[_shaped(next(results), g.shape) for g in members] for members in gradients],
             [mean * tf.cast(fine, mean.dtype) for mean in averaged_dense],
             [
                 tf.IndexedSlices(slices.values * tf.cast(fine, slices.values.dtype), slices.indices, slices.dense_shape)
@@ -274,6 +274,12 @@ def _without_writing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _bind(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     return lambda *arrays: function(*first, *arrays)
+
+
+def _shaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
+    """A call's result, whose shape is known; without an operation."""
+    tensor.set_shape(shape)
+    return tensor
 
 
 def _types(stage: Stage) -> list[Any]:

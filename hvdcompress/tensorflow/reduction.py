@@ -142,7 +142,8 @@ class Reduction:
     def _widened(self, gradient: tf.Tensor, number: int, scale: tf.Tensor | None) -> tf.Tensor:
         """A gradient in its true unit, float32; float64 if it is, and in no bucket."""
         keep = gradient.dtype == tf.float64 and number in self._beside
-        gradient = tf.ensure_shape(gradient, self.variables[number].shape)
+        shape = self.variables[number].shape
+        gradient = gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)
         gradient = gradient if keep else tf.cast(gradient, tf.float32)
         return gradient if scale is None else gradient / tf.cast(scale, gradient.dtype)
 
@@ -152,7 +153,8 @@ class Reduction:
             mean = mean * tf.cast(factor, mean.dtype)
         if scale is not None:
             mean = mean * tf.cast(scale, mean.dtype)
-        return tf.cast(tf.reshape(mean, self.variables[number].shape), self.variables[number].dtype)
+        shape = self.variables[number].shape
+        return tf.cast(mean if mean.shape == shape else tf.reshape(mean, shape), self.variables[number].dtype)
 
     def _sent_beside(self) -> traffic.Traffic:
         """What a step sends outside of the session, and what it would send without compression."""

@@ -188,7 +188,7 @@ GUARDS = [
     Guard(
         "sparse gradients made dense have a shape",
         REDUCTION,
-        "tf.ensure_shape(gradient, self.variables[number].shape)",
+        "gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)",
         "gradient",
         "sparse_gradients_are_as_without_compression",
     ),

@@ -2,7 +2,7 @@
 
     mpirun -np 2 python examples/demo.py            three seeds of each method on Fashion-MNIST
     mpirun -np 2 python examples/demo.py --quick    one seed, a part of an epoch
-    mpirun -np 2 python examples/demo.py --grid    how the learning rates were chosen, on the validation split
+    mpirun -np 2 python examples/demo.py --grid     how the learning rates were chosen, on the validation split
     mpirun -np 2 python examples/demo.py --keras    the same with Keras, and TensorBoard's files
 
 Every method has its own best learning rate from the same grid. The bytes are what a rank sends in a step by a ring or a

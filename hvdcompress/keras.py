@@ -25,6 +25,7 @@ from .schedule import ByEpoch, Schedule
 from .tensorflow import Compressor, attach
 from .tensorflow.binding import bound_to
 from .tensorflow.compressor import NO_XLA
+from .tensorflow.reduction import inner_of
 
 __all__ = ["CompressionCallback", "CompressionCheckpoint", "CompressionSchedule"]
 
@@ -199,7 +200,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def _must_have_averaged(optimizer: Any) -> bool:
     """Whether an epoch must have had an averaging step: not of one rank alone, nor of fewer batches than go into a step."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     process_set = inner._allreduce_grads.told.process_set
     return bool(process_set.included() and process_set.size() > 1 and inner._agg_helper is None)
 

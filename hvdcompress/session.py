@@ -240,6 +240,10 @@ class Session:
         """Whether a step is going on."""
         return bool(self._runs)
 
+    def stages(self, bucket: int) -> Sequence[Stage]:
+        """The collectives of a bucket in the step that is going on."""
+        return self._runs[bucket].stages
+
     @property
     def goes_on(self) -> bool:
         """Whether the ranks have agreed on the step that is going on; if not, what they still send is of no account."""

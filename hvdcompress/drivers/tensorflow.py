@@ -58,7 +58,7 @@ class Transport:
             return [hvd.allreduce(payload[0], op={"sum": hvd.Sum, "max": hvd.Max}[stage.op], **self.where(name))]
         if stage.kind is AllToAll:
             return list(hvd.alltoall(payload[0], splits=payload[1], **self.where(name)))
-        return [hvd.allgather(payload[0], **self.where(name))]
+        return [self.gather(payload[0], name)]
 
     def gather(self, payload: tf.Tensor, name: str) -> tf.Tensor:
         return hvd.allgather(payload, **self.where(name))
@@ -212,7 +212,7 @@ class Program:
 
     def _advance(self, bucket: int, number: int, *reply: Any) -> Any:
         session, size = self.session, self.session.group.size
-        stages = session.reducer.stages(session.layouts[bucket], session.group)  # lengths may have changed since tracing
+        stages = session.stages(bucket)  # lengths may have changed since tracing
         request = session.advance(bucket, _reply(stages[number], reply, size)) if session.goes_on else None
         if number + 1 == len(stages):
             return np.int8(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -16,7 +17,7 @@ import tensorflow as tf
 from ..adapter import second_momentum
 from ..errors import CompressionError
 from .compressor import Compressor, called_by, refuse_graph
-from .reduction import Treatment, is_loss_scaled, not_converted
+from .reduction import Treatment, inner_of, is_loss_scaled, not_converted
 
 
 class Told(NamedTuple):
@@ -91,7 +92,7 @@ def attach(target: Any, compression: Any = None, *, optimizer: Any = None) -> An
     of_tape = isinstance(target, tf.GradientTape)
     if not of_tape:
         optimizer = target
-    inner = target.inner_optimizer if is_loss_scaled(target) else target
+    inner = inner_of(target)
     reduce = getattr(inner, "_allreduce_grads", None)
     if reduce is None:
         raise ValueError(
@@ -105,10 +106,7 @@ def attach(target: Any, compression: Any = None, *, optimizer: Any = None) -> An
         if isinstance(reduce, Bound):
             raise ValueError("a compressor is bound to this already: make it anew for one of Horovod's own")
         return target
-    if told.op not in (hvd.Average, hvd.Sum):
-        raise ValueError("compression averages or sums: use op=hvd.Average or hvd.Sum, not Adasum, Min, Max or Product")
-    if isinstance(inner, tf.compat.v1.train.Optimizer):
-        raise ValueError("an optimizer of TensorFlow 1 is not supported: use one of Keras, or a tape")
+    _check_horovods(inner, told.op)
     error = second_momentum(compressor.method, _momentum(optimizer))
     if error is not None:
         raise error
@@ -123,8 +121,7 @@ def attach(target: Any, compression: Any = None, *, optimizer: Any = None) -> An
 
 def bound_to(target: Any) -> Compressor | None:
     """The compressor that an optimizer or a tape is bound to."""
-    inner = target.inner_optimizer if is_loss_scaled(target) else target
-    reduce = getattr(inner, "_allreduce_grads", None)
+    reduce = getattr(inner_of(target), "_allreduce_grads", None)
     return reduce.compressor if isinstance(reduce, Bound) else None
 
 
@@ -144,10 +141,7 @@ def DistributedOptimizer(optimizer: Any, compression: Any = hvd.Compression.none
             "wrap the optimizer first, and then the result in LossScaleOptimizer: "
             "LossScaleOptimizer(DistributedOptimizer(optimizer)); model.compile does the latter by itself"
         )
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        raise ValueError("an optimizer of TensorFlow 1 is not supported: use one of Keras, or a tape")
-    if options.get("op", hvd.Average) not in (hvd.Average, hvd.Sum):
-        raise ValueError("compression averages or sums: use op=hvd.Average or hvd.Sum, not Adasum, Min, Max or Product")
+    _check_horovods(optimizer, options.get("op", hvd.Average))
     _check_compression(compression)
     import horovod.tensorflow.keras as keras  # imports Keras, for those who use it
 
@@ -182,6 +176,15 @@ def _check_compression(compression: Any) -> None:
         )
 
 
+def _check_horovods(target: Any, op: Any) -> None:
+    """Raises ValueError where Horovod would do what compression does not support."""
+    if isinstance(target, tf.compat.v1.train.Optimizer):
+        raise ValueError("an optimizer of TensorFlow 1 is not supported: use one of Keras, or a tape")
+    if op not in (hvd.Average, hvd.Sum):
+        raise ValueError("compression averages or sums: use op=hvd.Average or hvd.Sum, not Adasum, Min, Max or Product")
+
+
+@lru_cache(maxsize=256)  # a loop of one's own has a new tape in every step, and Horovod the same function for all
 def _told(reduce: Any) -> Told:
     """What Horovod's function has enclosed."""
     enclosed = inspect.getclosurevars(getattr(reduce, "python_function", reduce)).nonlocals
@@ -193,10 +196,10 @@ def _told(reduce: Any) -> Told:
 
 def _momentum(optimizer: Any) -> float:
     """The momentum, or beta_1, of a Keras optimizer."""
-    inner = optimizer.inner_optimizer if is_loss_scaled(optimizer) else optimizer
+    inner = inner_of(optimizer)
     momentum = getattr(inner, "momentum", None)
     found = momentum if momentum is not None else getattr(inner, "beta_1", 0.0)
     if isinstance(inner, tf.keras.optimizers.legacy.Optimizer):
-        names = [name for name in ("momentum", "beta_1") if name in inner.get_config()]
-        found = inner.get_config()[names[0]] if names else 0.0
+        config = inner.get_config()  # the attributes are symbolic
+        found = config.get("momentum", config.get("beta_1", 0.0))
     return float(found or 0.0)

@@ -216,11 +216,6 @@ class Compressor:
         for reduction in self.reductions:
             self._tell_failure(reduction)
 
-    def _tell_failure(self, reduction: Reduction) -> None:
-        if self._failure is not None:
-            reduction.session.fail(self._failure)
-            self._failure = None
-
     # Inside
 
     @property
@@ -241,6 +236,11 @@ class Compressor:
             made.session.fail(error)
         self._tell_failure(made)
         return made
+
+    def _tell_failure(self, reduction: Reduction) -> None:
+        if self._failure is not None:
+            reduction.session.fail(self._failure)
+            self._failure = None
 
     def _load(self, reduction: Reduction) -> None:
         """Takes up what was saved of a set of variables; nothing, if there are only others of the same training."""

@@ -196,10 +196,15 @@ def is_loss_scaled(optimizer: Any) -> bool:
     return isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
 
 
+def inner_of(optimizer: Any) -> Any:
+    """The optimizer that a LossScaleOptimizer is around; any other as it is."""
+    return optimizer.inner_optimizer if is_loss_scaled(optimizer) else optimizer
+
+
 def _learning_rate(optimizer: Any) -> tf.Tensor:
     if optimizer is None:
         raise ValueError("rescale=True goes by the learning rate: give the tape the optimizer as well, optimizer=...")
-    inner = optimizer.inner_optimizer if is_loss_scaled(optimizer) else optimizer
+    inner = inner_of(optimizer)
     if isinstance(inner, tf.keras.optimizers.legacy.Optimizer):
         return tf.cast(inner._decayed_lr(tf.float32), tf.float32)
     rate = inner._learning_rate  # the public property of a schedule is that of the step before

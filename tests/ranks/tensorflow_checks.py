@@ -22,7 +22,7 @@ from conforming import METHODS
 from numpy.testing import assert_allclose, assert_array_equal
 
 import hvdcompress.tensorflow as hvc
-from hvdcompress import CompressionError, Dense, Dore
+from hvdcompress import CompressionError, Dense, Dore, adapter
 from hvdcompress.core import AllReduce, Group, Outcome
 from hvdcompress.drivers.simulate import Simulation
 from hvdcompress.keras import CompressionCallback, CompressionCheckpoint, CompressionSchedule
@@ -356,17 +356,16 @@ def tape_steps(model, tape_of, steps: int = 4, sources=None, in_function: bool =
 @check_on_two
 def tapes_are_as_without_compression():
     for in_function in (False, True):
-        plain = tape_steps(dense_model(), hvd.DistributedGradientTape, in_function=in_function)
         for options in ({}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"groups": 2}):
             plain = tape_steps(dense_model(), lambda tape: hvd.DistributedGradientTape(tape, **options), in_function=in_function)
-            for adapter in (hvd, hvc):
+            for module in (hvd, hvc):
                 compressor = identity()
                 got = tape_steps(
                     dense_model(),
-                    lambda tape: adapter.DistributedGradientTape(tape, compression=compressor, **options),
+                    lambda tape: module.DistributedGradientTape(tape, compression=compressor, **options),
                     in_function=in_function,
                 )
-                where = f"{options}, {adapter.__name__}, in a function: {in_function}"
+                where = f"{options}, {module.__name__}, in a function: {in_function}"
                 same_weights(got, plain, where)
                 assert compressor.stats().steps == 4, where
 
@@ -806,9 +805,7 @@ def tokens_go_through_horovod_one_for_each_gradient():
     compressor = hvc.Compression.dore(block=32, exchange="allgather")
     v, seen = variables([(40, 50)] * 4), []
     optimizer = hvdk.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor)
-    original = adapter_factor_of()
-    import hvdcompress.adapter as adapter
-
+    original = adapter.factor_of
     adapter.factor_of = lambda reduced, size: (seen.append(list(reduced)), original(reduced, size))[1]
     try:
         optimizer._allreduce_grads([tf.ones((40, 50))] * 4, v)
@@ -817,12 +814,6 @@ def tokens_go_through_horovod_one_for_each_gradient():
     mean = sum((rank + 1) ** 2 for rank in range(SIZE)) / SIZE
     assert len(seen) == 4
     assert_allclose(seen, [[1.0, mean]] * 4, rtol=1e-6)
-
-
-def adapter_factor_of():
-    import hvdcompress.adapter as adapter
-
-    return adapter.factor_of
 
 
 @check_of_two

@@ -184,14 +184,14 @@ GUARDS = [
         "",
         "xla_is_refused_and_an_optimizers_own_is_no_matter",
     ),
-    # Sparse gradients
     Guard(
-        "sparse gradients made dense have a shape",
+        "gradients are of their variables' shapes",
         REDUCTION,
         "gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)",
         "gradient",
-        "sparse_gradients_are_as_without_compression",
+        "gradients_of_unknown_shape_have_that_of_their_variable",
     ),
+    # Sparse gradients
     Guard(
         "sparse gradients are left sparse",
         BINDING,

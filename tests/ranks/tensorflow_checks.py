@@ -504,6 +504,8 @@ def gradients_of_unknown_shape_have_that_of_their_variable():
     by_rank = [given_grads(0, rank) for rank in range(SIZE)]
     got = step([tf.constant(g) for g in by_rank[RANK]])
     same_bits(reduced.flattened([g.numpy() for g in got]), reduced.simulate(by_rank))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not compatible with expected shape"):
+        step([tf.constant(g.reshape(g.shape[::-1])) for g in by_rank[RANK]])
 
 
 # Sparse gradients

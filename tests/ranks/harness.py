@@ -8,8 +8,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,12 +23,29 @@ Check = Callable[[], None]
 # The least and the most ranks that a check is for, by the decorator's name.
 FOR_RANKS = {"check": (1, 99), "check_of_one": (1, 1), "check_of_two": (2, 99), "check_of_three": (3, 99), "check_on_two": (2, 2)}
 
+# The papers' methods, by their names in the registry.
+PAPERS = ("sketch", "atomo", "dore")
+
 _checks: dict[str, Check] = {}
 
 
-def check(function: Check) -> Check:
+class Each(NamedTuple):
+    """A check that is made with each of the papers' methods, and is given the method's name."""
+
+    function: Callable[[str], None]
+
+
+def each(function: Callable[[str], None]) -> Each:
+    """Marks a check to be made with each of the papers' methods; the decorator below the one that says for which ranks."""
+    return Each(function)
+
+
+def check(function: Check | Each) -> Check | Each:
     """Marks a check for any number of ranks."""
-    _checks[function.__name__] = function
+    if isinstance(function, Each):
+        _checks.update({f"{function.function.__name__}[{name}]": partial(function.function, name) for name in PAPERS})
+    else:
+        _checks[function.__name__] = function
     return function
 
 
@@ -36,15 +54,13 @@ check_of_one = check_of_two = check_of_three = check_on_two = check
 
 def checks_for(script: Path, ranks: int) -> list[str]:
     """The checks of a script that are for so many ranks; the script is not run."""
-    return [
-        node.name
-        for node in ast.parse(script.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-        for decorator in node.decorator_list
-        if isinstance(decorator, ast.Name)
-        and decorator.id in FOR_RANKS
-        and FOR_RANKS[decorator.id][0] <= ranks <= FOR_RANKS[decorator.id][1]
-    ]
+    names = []
+    for node in ast.parse(script.read_text()).body:
+        decorators = [d.id for d in getattr(node, "decorator_list", []) if isinstance(d, ast.Name)]
+        for least, most in (FOR_RANKS[d] for d in decorators if d in FOR_RANKS):
+            if least <= ranks <= most:
+                names += [f"{node.name}[{method}]" for method in PAPERS] if "each" in decorators else [node.name]
+    return names
 
 
 def main(rank: int, size: int) -> None:

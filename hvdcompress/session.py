@@ -129,6 +129,7 @@ class Session:
         self._verdict: bool | CompressionError = False
         self._runs: dict[int, _Run] = {}
         self._sent = traffic.Traffic()
+        self._figures: dict[str, float] = {}
 
     def predicted_bytes(self) -> float:
         """Bytes that a rank sends for the buckets in a step, as the method has it; by the last step's metrics, once there are."""
@@ -269,6 +270,10 @@ class Session:
         """Counts bytes of the step that are in no bucket."""
         self._sent += sent
 
+    def agree_on(self, name: str, figure: float) -> None:
+        """Takes note of a figure of the step that must be the same on all ranks, or the step raises."""
+        self._figures[name] = figure
+
     def start(self, bucket: int, grad: Array, lr: float | None = None) -> Collective:
         """Begins with a bucket: its gradient on this rank is there. Returns its first collective."""
         began = time.perf_counter()
@@ -301,12 +306,15 @@ class Session:
         self.seconds["decode"] += time.perf_counter() - began
         return request
 
-    def finish(self) -> list[Array] | None:
+    def finish(self, limits: Sequence[float] = ()) -> list[Array] | None:
         """Ends the step, for all buckets or for none.
+
+        Args:
+            limits: of each bucket, how large a mean may be in magnitude, where that is less than what float32 holds.
 
         Returns:
             The mean of each bucket, float32[layout.size]; None if the step was abandoned since a gradient, or a mean,
-            was not finite on some rank.
+            was not finite on some rank, or a mean was above its limit.
 
         Raises:
             CompressionError: a rank failed.
@@ -323,7 +331,10 @@ class Session:
             told = str(failure) if isinstance(failure, frame.Excused) else f"rank {self.group.rank}: {_message(failure)}"
             raise CompressionError(told) from failure
         # A mean is the same on every rank, and so is what follows from it.
-        if not verdict or not all(kernels.all_finite(outcome.mean) for outcome in outcomes):
+        fit = all(kernels.all_finite(outcome.mean) for outcome in outcomes) and all(
+            np.abs(outcome.mean).max(initial=0) <= limit for outcome, limit in zip(outcomes, limits)
+        )
+        if not verdict or not fit:
             self.abandoned += 1
             return None
         self.states = [outcome.state for outcome in outcomes]
@@ -366,7 +377,7 @@ class Session:
         if self._failure is not None:
             status, text, self._unreported = ERROR, _message(self._failure), None
         rates = {bucket: run.lr for bucket, run in sorted(self._runs.items()) if run.lr is not None}
-        agreed = repr([self._facts_digest, self._options, rates, self._restarts, self._resets])
+        agreed = repr([self._facts_digest, self._options, rates, self._figures, self._restarts, self._resets])
         return Record(status, self.committed, hashlib.sha256(agreed.encode()).digest()[:8], text).pack()
 
     def _read(self, buffers: Sequence[Bytes], first: bool) -> list[Record]:
@@ -387,8 +398,8 @@ class Session:
                 )
             if record.digest != records[0].digest and not first:
                 raise MismatchError(
-                    f"ranks 0 and {rank} no longer agree: on the options, the tensors, the learning rate, or on how often a "
-                    "backward pass was given up or the memory emptied"
+                    f"ranks 0 and {rank} no longer agree: on the options, the tensors, the learning rate, the loss scale, or on "
+                    "how often a backward pass was given up or the memory emptied"
                 )
         return records
 

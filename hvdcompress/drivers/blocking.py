@@ -7,6 +7,7 @@ before the first of them is waited for.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..core import AllGather, Array, Collective
@@ -28,8 +29,10 @@ def shake_hands(session: Session, transport: Transport) -> None:
     session.check_handshake(transport.wait(transport.submit(AllGather(session.handshake()), STATUS)))
 
 
-def wind_up(session: Session, transport: Transport, pending: dict[int, Any], status: Any) -> list[Array] | None:
-    """Brings a step whose buckets are all started to its end; returns and raises what `Session.finish` does.
+def wind_up(
+    session: Session, transport: Transport, pending: dict[int, Any], status: Any, limits: Sequence[float] = ()
+) -> list[Array] | None:
+    """Brings a step whose buckets are all started to its end; takes, returns and raises what `Session.finish` does.
 
     An error of the transport's own goes out as it is, and leaves the session before the step.
 
@@ -51,7 +54,7 @@ def wind_up(session: Session, transport: Transport, pending: dict[int, Any], sta
         session.restart()
         raise
     session.seconds["wait"] += time.perf_counter() - began - (session.seconds["decode"] - busy)
-    return session.finish()
+    return session.finish(limits)
 
 
 def name(bucket: int, stage: int) -> str:

@@ -116,6 +116,7 @@ class Program:
         sparse: Sequence[tf.IndexedSlices],
         sent: traffic.Traffic,
         lr: tf.Tensor | None,
+        scale: tf.Tensor | None,
     ) -> Means:
         """Builds a step into the graph that is the default.
 
@@ -124,6 +125,7 @@ class Program:
             dense, sparse: other tensors of the step, which Horovod averages as they are.
             sent: the bytes of these, and what is saved.
             lr: the learning rate, float32[], if the method asks for it.
+            scale: of the loss, float32[], if there is one: only that the ranks agree on it.
         """
         session, transport = self.session, self.transport
         calls, layouts = _Calls(), session.layouts
@@ -140,7 +142,8 @@ class Program:
             payload = calls(start, [*rates, *members], _types(stages[bucket][0]))
             pending.append(transport.exchange(stages[bucket][0], payload, blocking.name(bucket, 0)))
         finite = [tf.reduce_all(tf.math.is_finite(values)) for values in (*dense, *(slices.values for slices in sparse))]
-        record = calls(_bind(self._record, sent), finite, [tf.uint8])
+        scales = [] if scale is None else [scale]
+        record = calls(_bind(self._record, sent, len(scales)), [*scales, *finite], [tf.uint8])
         calls(self._agree, [transport.gather(record[0], blocking.STATUS)], [tf.int8])
         for number in range(max(map(len, stages), default=0)):
             for bucket in range(len(layouts)):
@@ -201,8 +204,10 @@ class Program:
         session.seconds["encode"] += time.perf_counter() - began
         return _payload(session.start(bucket, flat, lr))
 
-    def _record(self, sent: traffic.Traffic, *finite: Any) -> Any:
-        self.session.check_finite(all(map(bool, finite)))
+    def _record(self, sent: traffic.Traffic, scales: int, *inputs: Any) -> Any:
+        for scale in inputs[:scales]:
+            self.session.agree_on("loss scale", float(scale))
+        self.session.check_finite(all(map(bool, inputs[scales:])))
         self.session.count(sent)
         self._waits_since, self._decoded_then = time.perf_counter(), self.session.seconds["decode"]
         return self.session.record()

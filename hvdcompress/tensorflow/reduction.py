@@ -122,6 +122,7 @@ class Reduction:
             sparse,
             self._sent_beside(),
             lr,
+            scale,
         )
         back: dict[int, tf.Tensor] = {}
         for members, vector in zip(vectors, means.dense):

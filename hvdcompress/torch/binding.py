@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Union
@@ -113,6 +114,14 @@ class Binding:
         """The rate of a bucket's parameters."""
         group = _group_of(next(bound.parameter for bound in self.bounds if bound.bucket == bucket), optimizer)
         return float(group["lr"]) if group else None
+
+    def limits(self, scale: float) -> list[float]:
+        """Of each bucket, what its means may be in magnitude, so that none overflows its parameter's dtype times `scale`."""
+        limits = [math.inf] * len(self.layouts)
+        for bound in self.bounds:
+            if bound.bucket is not None:
+                limits[bound.bucket] = min(limits[bound.bucket], torch.finfo(bound.parameter.dtype).max / scale)
+        return limits
 
     def facts(self) -> dict[str, str]:
         """What the ranks must agree on of the tensors."""

@@ -55,6 +55,8 @@ class Compressor:
         unbound: "error" or "dense": what to do with a tensor that is no gradient of `parameters`.
         optimizer: for a method with `rescale`, which goes by the learning rates: the optimizer that is wrapped. No bucket
             then holds parameters of two of its groups.
+        scaler: the `torch.amp.GradScaler` by whose scale the loss is multiplied: the memory is then in the gradients' own
+            units, and a step that the scaler skips leaves it as it was.
 
     Raises:
         ValueError: an option is out of its range, or there is nothing to compress.
@@ -75,6 +77,7 @@ class Compressor:
         seed: int = 0,
         unbound: str = "error",
         optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ):
         options.choice("unbound", unbound, ("error", "dense"))
         options.whole("seed", seed, 0)
@@ -82,12 +85,13 @@ class Compressor:
             raise ValueError("rescale=True goes by the learning rates: give the optimizer as well, optimizer=...")
         self.method = method
         self._set = process_set or hvd.global_process_set
-        self._seed, self._unbound, self._optimizer = seed, unbound, optimizer
+        self._seed, self._unbound, self._optimizer, self._scaler = seed, unbound, optimizer, scaler
         self.binding = Binding(parameters, Cut(method.whole_model, bucket_mb, dense_below), optimizer)
         self._flat = [np.zeros(layout.size, np.float32) for layout in self.binding.layouts]
         self._transport: Transport | None = None
         self._session: Session | None = None
         self._greeting: Handle | None = None
+        self._scale = 1.0  # of the loss, in the step that is going on
         self._changes: dict[str, Any] = {}  # of the method's options
         self._to_load: Mapping[str, Any] | None = None
         self._order: list[int] = []  # in which the gradients of the last step came
@@ -111,6 +115,9 @@ class Compressor:
         session = self._connect()
         if number in self._arrived:  # a backward pass was given up: the gradients come anew
             self._restart(session)
+        if not self._arrived and self._scaler is not None:
+            self._scale = float(self._scaler.get_scale())
+            session.agree_on("loss scale", self._scale)
         self._arrived[number] = None
         bound = self.binding.bounds[number]
         handed = self._take(bound, tensor, session)
@@ -133,7 +140,7 @@ class Compressor:
             raise CompressionError(f"the step has failed already: {self._failure}") from self._failure
         factor = adapter.factor_of(tensor[-2:].tolist(), self._set.size())
         if not self._ended:
-            self._end_step()
+            self._end_step(factor)
         if ctx is REFUSED:
             raise CompressionError("a gradient of no parameter of the compressor came in a step that had ended")
         bound, dtype, device = ctx
@@ -143,7 +150,7 @@ class Compressor:
         if bound.bucket is None:
             return tensor[:-2].to(dtype, copy=True).view(shape)
         mean = self._means[bound.bucket][self.binding.layouts[bound.bucket].slices[bound.name]]
-        return torch.tensor(mean).mul_(factor).to(device, dtype).view(shape)
+        return torch.tensor(mean).mul_(factor * self._scale).to(device, dtype).view(shape)
 
     # What a user sees
 
@@ -283,7 +290,9 @@ class Compressor:
             handed = torch.cat([tensor.detach().reshape(-1).to(wide), handed.to(tensor.device, wide)])
         else:
             where = self.binding.layouts[bound.bucket].slices[bound.name]
-            torch.from_numpy(self._flat[bound.bucket])[where].copy_(tensor.detach().reshape(-1))
+            gradient = torch.from_numpy(self._flat[bound.bucket])[where].copy_(tensor.detach().reshape(-1))
+            if self._scale != 1:
+                gradient.div_(self._scale)
         session.count(traffic.allreduced(self._handed_bytes(bound), size))
         if bound.bucket is None:
             session.count(traffic.Traffic(paper=2 * tensor.numel() * handed.element_size()))
@@ -303,18 +312,18 @@ class Compressor:
         request = session.start(bucket, self._flat[bucket], lr)
         self._pending[bucket] = self._transport_in_use.submit(request, blocking.name(bucket, 0))
 
-    def _end_step(self) -> None:
+    def _end_step(self, factor: float) -> None:
         """Brings the step to its end on this rank; an error is kept for the tensors that have not asked yet."""
         self._order, self._ended = list(self._arrived), True
         try:
-            self._means = self._wind_up(self._connect())
+            self._means = self._wind_up(self._connect(), factor)
         except Exception as error:
             self._failure = error
             raise
         finally:
             self._pending, self._status = {}, None
 
-    def _wind_up(self, session: Session) -> list[Array] | None:
+    def _wind_up(self, session: Session, factor: float) -> list[Array] | None:
         transport = self._transport_in_use
         if self._greeting is not None:
             greeting, self._greeting = self._greeting, None
@@ -327,7 +336,8 @@ class Compressor:
                 self._start(bucket, session)
         if self._status is None:
             self._status = transport.submit(AllGather(session.record()), blocking.STATUS)
-        return blocking.wind_up(session, transport, self._pending, self._status)
+        limits = self.binding.limits(factor * self._scale) if self._scaler is not None else ()
+        return blocking.wind_up(session, transport, self._pending, self._status, limits)
 
     # The token
 

@@ -931,6 +931,15 @@ def a_tape_is_told_of_the_loss_scale():
 
 
 @check_on_two
+def loss_scales_that_differ_between_ranks_are_an_error_on_every_rank():
+    model = dense_model()
+    optimizer = keras.mixed_precision.LossScaleOptimizer(
+        hvc.DistributedOptimizer(keras.optimizers.SGD(0.1), hvc.Compression.dore(block=16)), initial_scale=2.0 ** (8 + RANK)
+    )
+    raised_everywhere(lambda: fit(model, optimizer), "no longer agree", "loss scale", error=tf.errors.UnknownError)
+
+
+@check_on_two
 def dtypes_are_kept():
     for dtype, tolerance in ((tf.float16, 2e-3), (tf.bfloat16, 1.6e-2), (tf.float64, 1e-6)):
         shapes = [(40, 50), (9,), (), (0, 4), (30, 40)]

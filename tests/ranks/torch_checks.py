@@ -855,6 +855,60 @@ def a_memory_is_emptied_on_all_ranks_or_the_next_step_raises():
     raised_everywhere(lambda: reduce(model, optimizers[0], given_grads(2, RANK)), "no longer agree", "memory emptied")
 
 
+@check_of_two
+def a_loss_scale_is_divided_out_and_skipped_steps_leave_no_trace():
+    """As without scaling, bit for bit, since scales are powers of two; a step that overflows on one rank is skipped on all."""
+    for text in ("dore:block=16", "sketch:ratio=0.5,exact_below=10", "atomo:budget=0.3,unit=ratio", "topk:ratio=0.1"):
+        results = []
+        for scaled in (False, True):
+            model, scaler = Given(*SHAPES), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4, enabled=scaled)
+            compressor = hvc.Compression.parse(text, model, scaler=scaler)
+            optimizer, scales = wrap(model, compressor), []
+            for step in range(14):
+                grads, before = given_grads(step, RANK), memory(compressor) if step > 1 else {}
+                spoilt = step in (0, 6, 7)  # the first step too
+                if spoilt and not scaled:
+                    continue
+                if spoilt and RANK == SIZE - 1:
+                    grads[step % 5].view(-1)[0] = float("inf")
+                optimizer.zero_grad()
+                scaler.scale(model.loss(grads)).backward()
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 20.0)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+                scales.append(scaler.get_scale())
+                if spoilt and step:
+                    same_bits(memory(compressor).values(), before.values(), f"{text}, step {step}")
+            assert not scaled or (min(scales), max(scales)) == (2.0**8, 2.0**10), scales
+            for others in everyone(scales):
+                assert others == scales, text
+            results.append([*[p.detach().numpy().copy() for p in model.weights], *memory(compressor).values()])
+            assert compressor.stats().abandoned == (3 if scaled else 0), text
+        same_bits(results[1], results[0], text)
+
+
+@check_of_two
+def a_mean_that_overflows_when_it_is_scaled_is_a_skipped_step():
+    model = Given((40, 50), dtype=torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    compressor = hvc.Compression.dense(model, scaler=scaler)
+    optimizer = wrap(model, compressor, op=hvd.Sum)
+    reduce(model, optimizer, [torch.ones(40, 50, dtype=torch.float16) * 2.0**12])
+    before = compressor.stats()
+    got = reduce(model, optimizer, [torch.full((40, 50), 6e4, dtype=torch.float16)])
+    assert torch.isnan(got[0]).all() and compressor.stats().abandoned == before.abandoned + 1
+
+
+@check_of_two
+def loss_scales_that_differ_between_ranks_are_an_error_on_every_rank():
+    model, scaler = Given(*SHAPES), torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + RANK))
+    compressor = hvc.Compression.dore(model, scaler=scaler)
+    raised_everywhere(lambda: reduce(model, wrap(model, compressor), given_grads(0, RANK)), "no longer agree", "loss scale")
+
+
 @check
 def without_horovods_hooks_statistics_are_zero():
     model = Given(*SHAPES)

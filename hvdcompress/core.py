@@ -194,6 +194,14 @@ class Reducer(Protocol):
     def residual(self, state: State) -> float:
         """Squared l2 norm of what this rank keeps of gradients that have not been applied yet; 0 where nothing is."""
 
+    def redistribute(self, states: Iterable[State], layout: Layout, group: Group) -> State:
+        """The memory with which a rank of `group` goes on where the ranks of another group stopped.
+
+        What the ranks together have not applied yet stays what it is, so that no part of a gradient is lost: what each rank
+        has for itself becomes the mean over ranks, what one rank has for all is put together. `states` are those of all ranks
+        of the other group, or of those that are left, in rank order; they are gone through once.
+        """
+
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         """Asks for the collectives of one step and returns the mean over ranks with the memory after the step.
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import struct
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +51,7 @@ ADDRESS = frame.Address(frame.STATUS, 0, 0, 0)
 # What a rank that has failed contributes to an allreduce: reducers see it in the result. A sum of integers has none, and
 # so must count its ranks; a maximum need not see NaN.
 SPOILT = {("float32", "sum"): np.nan, ("float32", "max"): np.inf, ("int32", "sum"): 0}
+RANKS = "number of ranks"  # the fact that may change while a training goes on
 STATUS_BYTES = frame.HEADER.size + RECORD.size  # of a record without text
 
 
@@ -199,18 +202,54 @@ class Session:
             raise CompressionError(
                 f"the saved memory is of rank {state['rank']}, this is rank {self.group.rank}: each rank loads its own"
             )
-        own, arrays = self.state_dict()["arrays"], state["arrays"]
-        for name, array in own.items():
-            if name not in arrays or arrays[name].shape != array.shape or arrays[name].dtype != array.dtype:
-                raise CompressionError(f"the saved memory has no {name} of {array.dtype}{list(array.shape)}")
-            if not np.isfinite(arrays[name]).all() and name.split(".")[-1] != "lr":
-                raise CompressionError(f"the saved memory is not finite in {name}")
-        self.committed, self._unreported = int(state["step"]), None
+        self._go_on([_saved(state, self.reducer, layout, self.group) for layout in self.layouts], state["step"])
+
+    def take_over(self, memories: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on where other ranks of the same training stopped, as the method's `redistribute` has it.
+
+        Args:
+            memories: of all ranks that there were, or of those that are left, in rank order; their arrays are asked for one
+                bucket after the other, and within it one rank after the other.
+
+        Raises:
+            CompressionError: they are of another method or model, not of one step, or incomplete; nothing is changed.
+        """
+        for memory in memories:
+            check_memory(memory)
+            known = {**memory["facts"], RANKS: self.facts[RANKS]}
+            if known != self.facts:
+                raise CompressionError(f"the saved memory is of another training: {_difference(known, self.facts)}")
+            if memory["step"] != memories[0]["step"]:
+                raise CompressionError(
+                    f"the saved memories of ranks {memories[0]['rank']} and {memory['rank']} are of steps {memories[0]['step']} "
+                    f"and {memory['step']}: give those of one step"
+                )
+        states = [self._redistributed(memories, layout) for layout in self.layouts]
+        self._go_on(states, memories[0]["step"])
+
+    def _redistributed(self, memories: Sequence[Mapping[str, Any]], layout: Layout) -> State:
+        owed = 0.0
+
+        def states() -> Iterator[State]:
+            nonlocal owed
+            for memory in memories:
+                state = _saved(memory, self.reducer, layout, Group(memory["rank"], int(memory["facts"][RANKS]), self.group.seed))
+                owed += self.reducer.residual(state)
+                yield state
+
+        new = self.reducer.redistribute(states(), layout, self.group)
+        if owed and not new.arrays:
+            warnings.warn(
+                f"with {self.group.size} ranks bucket {layout.bucket} is averaged dense and has no memory: what was kept back of "
+                f"its gradients, of l2 norm {math.sqrt(owed):g}, is dropped; fix exchange= to keep it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return new
+
+    def _go_on(self, states: list[State], step: int) -> None:
+        self.states, self.committed, self._unreported = states, int(step), None
         self._begin()
-        self.states = [
-            bucket._replace(arrays={name: arrays[f"{number}.{name}"].copy() for name in bucket.arrays})
-            for number, bucket in enumerate(self.states)
-        ]
 
     def handshake(self, further: Mapping[str, str] | None = None) -> Bytes:
         """The record of before the first step: all that the ranks must agree on, or this rank's failure.
@@ -428,8 +467,26 @@ def with_options(reducer: Reducer, options: Mapping[str, Any]) -> Reducer:
 
 def check_memory(state: Mapping[str, Any]) -> None:
     """Raises a CompressionError if this does not come from `Session.state_dict`."""
-    if not {"step", "rank", "facts", "arrays"} <= set(state):
+    kinds = {"step": int, "rank": int, "facts": Mapping, "arrays": Mapping}
+    if not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
         raise CompressionError(f"this is no memory of a compressor: it has {sorted(state)}")
+    ranks = str(state["facts"].get(RANKS))
+    if not (ranks.isdecimal() and 0 <= state["rank"] < int(ranks) and state["step"] >= 0):
+        raise CompressionError(f"this memory is of step {state['step']} and rank {state['rank']} of {ranks}, which cannot be")
+
+
+def _saved(memory: Mapping[str, Any], reducer: Reducer, layout: Layout, group: Group) -> State:
+    """A bucket's memory out of `Session.state_dict`; raises a CompressionError if it is not all there."""
+    arrays = {}
+    for name, array in reducer.init(layout, group).arrays.items():
+        key = f"{layout.bucket}.{name}"
+        saved = memory["arrays"].get(key)
+        if saved is None or saved.shape != array.shape or saved.dtype != array.dtype:
+            raise CompressionError(f"the saved memory of rank {group.rank} has no {key} of {array.dtype}{list(array.shape)}")
+        if not np.isfinite(saved).all() and name != "lr":
+            raise CompressionError(f"the saved memory of rank {group.rank} is not finite in {key}")
+        arrays[name] = saved.copy()
+    return State(layout, group, arrays)
 
 
 def _forms(state: State) -> dict[str, Any]:
@@ -451,7 +508,7 @@ def _facts(reducer: Reducer, layouts: Sequence[Layout], group: Group) -> dict[st
         "version": __version__,
         "method": repr(reducer),
         "seed": str(group.seed),
-        "number of ranks": str(group.size),
+        RANKS: str(group.size),
         "buckets": str([layout.size for layout in layouts]),
     }
     for layout in layouts:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -375,6 +376,22 @@ def goes_on_from_its_saved_memory(method: Reducer) -> None:
             assert_array_equal(mean, expected, f"{method}, step {step}")
 
 
+def goes_on_with_other_ranks(method: Reducer) -> None:
+    """Where some ranks stopped, more or fewer go on, and all of them have one mean."""
+    for before, after in itertools.permutations(RANKS, 2):
+        simulation, other = Simulation(method, LAYOUTS, before), Simulation(method, LAYOUTS, after)
+        for step in range(3):
+            simulation.step(gradients(LAYOUTS, step, before))
+        memories = [session.state_dict() for session in simulation.sessions]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of buckets that have no memory with so many ranks
+            for session in other.sessions:
+                session.take_over(memories)
+        for step in range(3, 6):
+            assert other.step(gradients(LAYOUTS, step, after)) is not None, f"{method}, {before} ranks to {after}, step {step}"
+        assert other.sessions[0].committed == 6, f"{method}, {before} ranks to {after}"
+
+
 def tells_what_it_keeps_back(method: Reducer) -> None:
     """Nothing before the first step, or without a memory; a squared norm after it."""
     simulation = Simulation(method, LAYOUTS, 2)
@@ -413,6 +430,7 @@ method_checks: dict[str, Callable[[Any], None]] = {
         an_abandoned_step_leaves_no_trace,
         a_failure_on_one_rank_is_raised_on_all,
         goes_on_from_its_saved_memory,
+        goes_on_with_other_ranks,
         tells_what_it_keeps_back,
         leaves_the_gradient_alone,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from .. import kernels, options
 from ..core import Array, Collective, Group, Layout, Outcome, Part, Reduction, State, Step
 from .figures import abandoned, relative
+from .memory import Means
 
 Indices = NDArray[np.int64]
 
@@ -74,6 +75,12 @@ class Accumulation:
 
     def residual(self, state: State) -> float:
         return kernels.sum_of_squares(state.arrays["v"])
+
+    def redistribute(self, states: Iterable[State], layout: Layout, group: Group) -> State:
+        new, means = self.init(layout, group), Means()
+        for state in states:
+            means.add(state.arrays)
+        return new._replace(arrays={name: means.get(name, array) for name, array in new.arrays.items()})
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         arrays, split = state.arrays, split_of(state.layout, self.exact_below)

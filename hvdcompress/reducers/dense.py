@@ -9,10 +9,11 @@ from typing import ClassVar
 from .. import kernels
 from ..core import AllReduce, Array, Facts, Group, Layout, Outcome, Reduction, Stage, State, Step
 from .figures import ring_bytes
+from .memory import Memoryless
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Memoryless):
     """The mean of the gradients themselves.
 
     Payload: float32[d], summed by allreduce; 8 d (W - 1) / W bytes a rank in a ring. Bias: none. Memory: none.
@@ -30,17 +31,11 @@ class Dense:
         use="the yardstick",
     )
 
-    def init(self, layout: Layout, group: Group) -> State:
-        return State(layout, group, {})
-
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
         return (Stage(AllReduce, layout.size),)
 
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
         return ring_bytes(self.stages(layout, group), group)
-
-    def residual(self, state: State) -> float:
-        return 0.0
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         total = yield AllReduce(grad, "sum")

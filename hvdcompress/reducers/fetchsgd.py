@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,6 +81,10 @@ class FetchSGD:
 
     def residual(self, state: State) -> float:
         return kernels.sum_of_squares(state.arrays["Se"].reshape(-1)) / self.rows  # by the sketch's own estimate
+
+    def redistribute(self, states: Iterable[State], layout: Layout, group: Group) -> State:
+        first = next(iter(states))  # every rank has the same
+        return State(layout, group, dict(first.arrays))
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         layout, group, arrays = state

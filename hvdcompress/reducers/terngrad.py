@@ -13,6 +13,7 @@ from ..codecs import PerTensor, Ternary
 from ..core import AllReduce, Array, Facts, Group, Layout, Outcome, Reduction, Stage, State, Step
 from ..errors import CompressionError
 from .figures import abandoned, relative, ring_bytes
+from .memory import Memoryless
 from .two_pass import UPLINK, Settings, TwoPass
 
 SOURCE = "Wen et al. 2017"
@@ -64,7 +65,7 @@ class TernGrad(TwoPass):
 
 
 @dataclass(frozen=True)
-class TernGradShared:
+class TernGradShared(Memoryless):
     """TernGrad with one scale for all ranks, so that codes can be summed by allreduce.
 
     First the scales, by a max-allreduce of a float32 a tensor; then each rank's signs in {-1, 0, 1}, as digits of
@@ -99,18 +100,12 @@ class TernGradShared:
     def __post_init__(self) -> None:
         _check(self.clip)
 
-    def init(self, layout: Layout, group: Group) -> State:
-        return State(layout, group, {})
-
     def stages(self, layout: Layout, group: Group) -> tuple[Stage, ...]:
         words = kernels.digit_words(layout.size, group.size) + 1
         return Stage(AllReduce, len(layout.shapes), op="max"), Stage(AllReduce, words, "int32")
 
     def wire_bytes(self, layout: Layout, group: Group, metrics: Mapping[str, float] | None = None) -> float:
         return ring_bytes(self.stages(layout, group), group)
-
-    def residual(self, state: State) -> float:
-        return 0.0
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         layout, group, _ = state

@@ -28,6 +28,7 @@ from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Pa
 from .channel import Channel
 from .dense import Dense
 from .figures import relative
+from .memory import Means
 
 DENSE = Dense()
 UPLINK, DOWNLINK = 1, 2  # streams of random draws: the first is each rank's own, the second is shared
@@ -132,6 +133,31 @@ class TwoPass:
 
     def residual(self, state: State) -> float:
         return sum(kernels.sum_of_squares(state.arrays[name]) for name in ("own_e", "e") if name in state.arrays)
+
+    def redistribute(self, states: Iterable[State], layout: Layout, group: Group) -> State:
+        """As `Reducer` has it: h_i becomes the mean of the h_i, e_i that of the e_i, and e is cut anew."""
+        settings, new, means, e, lr = self.settings(layout), self.init(layout, group), Means(), kernels.zeros(layout.size), None
+        for state in states:
+            own, exchange = dict(state.arrays), self._exchange(layout, state.group)
+            if "copies" in own:
+                own.setdefault("h", own["copies"][state.group.rank])
+            means.add({name: own[name] for name in ("h", "own_e") if name in own})
+            if "e" in own:
+                e[_parts(settings, exchange, layout, state.group).mine.where] = own["e"]
+            lr = own.get("lr", lr)
+        if not new.arrays:
+            return new
+        part, zeros = _parts(settings, self._exchange(layout, group), layout, group).mine, kernels.zeros(layout.size)
+        h = means.get("h", zeros)
+        arrays = {
+            "copies": np.tile(h[part.where], (group.size, 1)),
+            "h": h,
+            "own_e": means.get("own_e", zeros),
+            "e": e[part.where],
+        }
+        if lr is not None:
+            arrays["lr"] = lr
+        return new._replace(arrays={name: arrays.get(name, array).copy() for name, array in new.arrays.items()})
 
     def reduce(self, grad: Array, state: State, step: Step) -> Reduction:
         layout, group, arrays = state

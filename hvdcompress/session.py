@@ -17,16 +17,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import struct
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import __version__, frame, kernels, traffic
+from . import __version__, frame, kernels, memory, traffic
 from .core import (
     AllGather,
     AllReduce,
@@ -51,7 +49,6 @@ ADDRESS = frame.Address(frame.STATUS, 0, 0, 0)
 # What a rank that has failed contributes to an allreduce: reducers see it in the result. A sum of integers has none, and
 # so must count its ranks; a maximum need not see NaN.
 SPOILT = {("float32", "sum"): np.nan, ("float32", "max"): np.inf, ("int32", "sum"): 0}
-RANKS = "number of ranks"  # the fact that may change while a training goes on
 STATUS_BYTES = frame.HEADER.size + RECORD.size  # of a record without text
 
 
@@ -185,9 +182,8 @@ class Session:
         return Stats(self.committed, self.abandoned, self.last, self.total, dict(self.seconds), dict(self.metrics))
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory of this rank: numbers, strings and, under "arrays", NumPy arrays by "<bucket>.<name>"."""
-        arrays = {f"{bucket}.{name}": a for bucket, state in enumerate(self.states) for name, a in state.arrays.items()}
-        return {"step": self.committed, "rank": self.group.rank, "facts": dict(self.facts), "arrays": arrays}
+        """The memory of this rank, in the form of `hvdcompress.memory`."""
+        return memory.of(self.states, self.committed, self.group, self.facts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up a memory from `state_dict`, of the same rank of the same training.
@@ -195,60 +191,15 @@ class Session:
         Raises:
             CompressionError: it is of another method, model, rank or number of ranks, or incomplete; nothing is changed.
         """
-        check_memory(state)
+        memory.check(state)
         if state["facts"] != self.facts:
-            raise CompressionError(f"the saved memory is of another training: {_difference(state['facts'], self.facts)}")
+            raise CompressionError(f"the saved memory is of another training: {memory.difference(state['facts'], self.facts)}")
         if state["rank"] != self.group.rank:
             raise CompressionError(
                 f"the saved memory is of rank {state['rank']}, this is rank {self.group.rank}: each rank loads its own"
             )
-        self._go_on([_saved(state, self.reducer, layout, self.group) for layout in self.layouts], state["step"])
-
-    def take_over(self, memories: Sequence[Mapping[str, Any]]) -> None:
-        """Goes on where other ranks of the same training stopped, as the method's `redistribute` has it.
-
-        Args:
-            memories: of all ranks that there were, or of those that are left, in rank order; their arrays are asked for one
-                bucket after the other, and within it one rank after the other.
-
-        Raises:
-            CompressionError: they are of another method or model, not of one step, or incomplete; nothing is changed.
-        """
-        for memory in memories:
-            check_memory(memory)
-            known = {**memory["facts"], RANKS: self.facts[RANKS]}
-            if known != self.facts:
-                raise CompressionError(f"the saved memory is of another training: {_difference(known, self.facts)}")
-            if memory["step"] != memories[0]["step"]:
-                raise CompressionError(
-                    f"the saved memories of ranks {memories[0]['rank']} and {memory['rank']} are of steps {memories[0]['step']} "
-                    f"and {memory['step']}: give those of one step"
-                )
-        states = [self._redistributed(memories, layout) for layout in self.layouts]
-        self._go_on(states, memories[0]["step"])
-
-    def _redistributed(self, memories: Sequence[Mapping[str, Any]], layout: Layout) -> State:
-        owed = 0.0
-
-        def states() -> Iterator[State]:
-            nonlocal owed
-            for memory in memories:
-                state = _saved(memory, self.reducer, layout, Group(memory["rank"], int(memory["facts"][RANKS]), self.group.seed))
-                owed += self.reducer.residual(state)
-                yield state
-
-        new = self.reducer.redistribute(states(), layout, self.group)
-        if owed and not new.arrays:
-            warnings.warn(
-                f"with {self.group.size} ranks bucket {layout.bucket} is averaged dense and has no memory: what was kept back of "
-                f"its gradients, of l2 norm {math.sqrt(owed):g}, is dropped; fix exchange= to keep it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return new
-
-    def _go_on(self, states: list[State], step: int) -> None:
-        self.states, self.committed, self._unreported = states, int(step), None
+        self.states = [memory.state_of(state, self.reducer, layout, self.group) for layout in self.layouts]
+        self.committed, self._unreported = state["step"], None
         self._begin()
 
     def handshake(self, further: Mapping[str, str] | None = None) -> Bytes:
@@ -271,7 +222,7 @@ class Session:
         texts = [record.text for record in self._read(records, first=True)]
         for rank, text in enumerate(texts):
             if text != texts[0]:
-                difference = _difference(json.loads(texts[0]), json.loads(text))
+                difference = memory.difference(json.loads(texts[0]), json.loads(text))
                 raise MismatchError(f"ranks 0 and {rank} differ in {difference}: give every rank the same")
         self.met = True
 
@@ -465,30 +416,6 @@ def with_options(reducer: Reducer, options: Mapping[str, Any]) -> Reducer:
     return dataclasses.replace(reducer, **options)  # type: ignore[type-var]
 
 
-def check_memory(state: Mapping[str, Any]) -> None:
-    """Raises a CompressionError if this does not come from `Session.state_dict`."""
-    kinds = {"step": int, "rank": int, "facts": Mapping, "arrays": Mapping}
-    if not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
-        raise CompressionError(f"this is no memory of a compressor: it has {sorted(state)}")
-    ranks = str(state["facts"].get(RANKS))
-    if not (ranks.isdecimal() and 0 <= state["rank"] < int(ranks) and state["step"] >= 0):
-        raise CompressionError(f"this memory is of step {state['step']} and rank {state['rank']} of {ranks}, which cannot be")
-
-
-def _saved(memory: Mapping[str, Any], reducer: Reducer, layout: Layout, group: Group) -> State:
-    """A bucket's memory out of `Session.state_dict`; raises a CompressionError if it is not all there."""
-    arrays = {}
-    for name, array in reducer.init(layout, group).arrays.items():
-        key = f"{layout.bucket}.{name}"
-        saved = memory["arrays"].get(key)
-        if saved is None or saved.shape != array.shape or saved.dtype != array.dtype:
-            raise CompressionError(f"the saved memory of rank {group.rank} has no {key} of {array.dtype}{list(array.shape)}")
-        if not np.isfinite(saved).all() and name != "lr":
-            raise CompressionError(f"the saved memory of rank {group.rank} is not finite in {key}")
-        arrays[name] = saved.copy()
-    return State(layout, group, arrays)
-
-
 def _forms(state: State) -> dict[str, Any]:
     return {name: (array.shape, array.dtype) for name, array in state.arrays.items()}
 
@@ -508,19 +435,13 @@ def _facts(reducer: Reducer, layouts: Sequence[Layout], group: Group) -> dict[st
         "version": __version__,
         "method": repr(reducer),
         "seed": str(group.seed),
-        RANKS: str(group.size),
+        memory.RANKS: str(group.size),
         "buckets": str([layout.size for layout in layouts]),
     }
     for layout in layouts:
         for name, shape in zip(layout.names, layout.shapes):
             facts[f"tensor {name}"] = f"{list(shape)} in bucket {layout.bucket}"
     return facts
-
-
-def _difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:
-    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    shown = "; ".join(f"{name}: {first.get(name, 'nothing')} and {other.get(name, 'nothing')}" for name in names[:3])
-    return (shown or "the order of their tensors") + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _message(error: BaseException | None) -> str:

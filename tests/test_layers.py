@@ -21,10 +21,10 @@ LAYERS = [
     ("kernels", "frame"),
     ("codecs", "sketch"),
     ("reducers",),
-    ("traffic",),
+    ("traffic", "memory"),
     ("session",),
     ("drivers",),
-    ("adapter", "compression", "schedule"),
+    ("adapter", "compression", "schedule", "checkpoint"),
     ("torch", "tensorflow", "testing"),
     ("keras",),
 ]

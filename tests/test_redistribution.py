@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from hvdcompress import CompressionError, Layout, make, testing
 from hvdcompress.drivers.simulate import Simulation
+from hvdcompress.memory import redistributed
 from hvdcompress.reducers import two_pass
 
 LAYOUTS = testing.LAYOUTS
@@ -32,8 +33,9 @@ def taken_over(simulation: Simulation, method: str, ranks: int, left: list[int] 
     """So many ranks that go on where others stopped, or where those of them stopped that are left."""
     other = Simulation(make(method), LAYOUTS, ranks)
     memories = [session.state_dict() for session in simulation.sessions]
-    for session in other.sessions:
-        session.take_over([memories[rank] for rank in left or range(len(memories))])
+    for rank, session in enumerate(other.sessions):
+        saved = [memories[old] for old in left or range(len(memories))]
+        session.load_state_dict(redistributed(saved, make(method), rank, ranks))
     return other
 
 
@@ -121,22 +123,23 @@ def test_what_cannot_be_kept_is_told() -> None:
     other = Simulation(make("topk:ratio=0.05"), layout, 64).sessions[0]
     assert simulation.sessions[0].states[0].arrays and not other.states[0].arrays
     with pytest.warns(RuntimeWarning, match=r"with 64 ranks bucket 0 is averaged dense.*l2 norm .* is dropped"):
-        other.take_over([session.state_dict() for session in simulation.sessions])
+        redistributed([session.state_dict() for session in simulation.sessions], make("topk:ratio=0.05"), 0, 64)
 
 
-def test_memories_that_do_not_belong_together_are_refused_and_change_nothing() -> None:
-    sessions = Simulation(make("dore:block=16"), LAYOUTS, 2).sessions
-    simulation = Simulation(make("dore:block=16"), LAYOUTS, 3)
-    good = [session.state_dict() for session in sessions]
+def test_memories_that_do_not_belong_together_are_refused() -> None:
+    good = [session.state_dict() for session in Simulation(make("dore:block=16"), LAYOUTS, 2).sessions]
     bad = {
         "block=32": [Simulation(make("dore:block=32"), LAYOUTS, 2).sessions[0].state_dict(), good[1]],
         "ranks 0 and 1 are of steps 0 and 7": [good[0], {**good[1], "step": 7}],
         "rank 5 of 2": [good[0], {**good[1], "rank": 5}],
         "rank 0 of many": [{**good[0], "facts": {**good[0]["facts"], "number of ranks": "many"}}],
         "no memory of a compressor": [good[0], {**good[1], "step": "7"}],
+        "rank 1 has no 0.copies": [good[0], {**good[1], "arrays": {}}],
     }
     for told, memories in bad.items():
         with pytest.raises(CompressionError) as caught:
-            simulation.sessions[0].take_over(memories)
+            redistributed(memories, make("dore:block=16"), 0, 3)
         assert told in str(caught.value), caught.value
-    assert simulation.sessions[0].committed == 0 and simulation.sessions[0].residual() == 0
+    session = Simulation(make("dore:block=32"), LAYOUTS, 3).sessions[0]
+    with pytest.raises(CompressionError, match="of another training: method: "):
+        session.load_state_dict(redistributed(good, make("dore:block=16"), 0, 3))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .. import kernels, options
 from ..core import Array, Collective, Group, Layout, Outcome, Part, Reduction, State, Step
 from .figures import abandoned, relative
-from .memory import Means
+from .states import Means
 
 Indices = NDArray[np.int64]
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from .. import kernels
 from ..core import AllReduce, Array, Facts, Group, Layout, Outcome, Reduction, Stage, State, Step
 from .figures import ring_bytes
-from .memory import Memoryless
+from .states import Memoryless
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..codecs import PerTensor, Ternary
 from ..core import AllReduce, Array, Facts, Group, Layout, Outcome, Reduction, Stage, State, Step
 from ..errors import CompressionError
 from .figures import abandoned, relative, ring_bytes
-from .memory import Memoryless
+from .states import Memoryless
 from .two_pass import UPLINK, Settings, TwoPass
 
 SOURCE = "Wen et al. 2017"

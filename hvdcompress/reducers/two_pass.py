@@ -28,7 +28,7 @@ from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Pa
 from .channel import Channel
 from .dense import Dense
 from .figures import relative
-from .memory import Means
+from .states import Means
 
 DENSE = Dense()
 UPLINK, DOWNLINK = 1, 2  # streams of random draws: the first is each rank's own, the second is shared

@@ -17,11 +17,11 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import adapter, options
+from .. import adapter, memory, options
 from ..adapter import Cut
 from ..core import Reducer
 from ..errors import CompressionError
-from ..session import Stats, averaged, check_memory, with_options
+from ..session import Stats, averaged, with_options
 from ..traffic import Traffic
 from .reduction import Reduction, Treatment, Variable, is_loss_scaled, not_converted, of_variables
 
@@ -205,7 +205,7 @@ class Compressor:
         if "sets" not in state:
             raise CompressionError(f"this is no memory of a compressor: it has {sorted(state)}")
         for one in state["sets"]:
-            check_memory(one)
+            memory.check(one)
         self._to_load = list(state["sets"])
         for reduction in self.reductions:
             self._load(reduction)

@@ -15,13 +15,13 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from .. import adapter, options, traffic
+from .. import adapter, memory, options, traffic
 from ..adapter import Cut
 from ..core import AllGather, Array, Group, Reducer
 from ..drivers import blocking
 from ..drivers.torch import Handle, Transport
 from ..errors import CompressionError
-from ..session import STATUS_BYTES, Session, Stats, check_memory, with_options
+from ..session import STATUS_BYTES, Session, Stats, with_options
 from .binding import Binding, Bound, Parameters, UnboundError
 
 _instances: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of compressors in use, by process set
@@ -204,7 +204,7 @@ class Compressor:
         """
         if not state:
             return
-        check_memory(state)
+        memory.check(state)
         arrays = {name: torch.as_tensor(array).cpu().numpy() for name, array in state["arrays"].items()}
         if self._session is None:
             self._to_load = {**state, "arrays": arrays}

@@ -10,17 +10,14 @@ MetricAverageCallback before it; History and the progress bar see its figures wh
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
-from .errors import CompressionError
+from . import checkpoint
 from .schedule import ByEpoch, Schedule
 from .tensorflow import Compressor, attach
 from .tensorflow.binding import bound_to
@@ -125,7 +122,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     """Saves each rank's memory after each epoch, and takes it up when training begins again.
 
     Weights and optimizer are saved by Keras's own callbacks, and loaded on every rank; all are of the same epoch. It comes
-    after `CompressionCallback`, where there is one.
+    after `CompressionCallback`, where there is one. Another number of ranks may go on, see `hvdcompress.checkpoint`.
 
     Args:
         directory: where `compression-<rank>.npz` is kept, replaced as a whole; not necessarily common to the hosts.
@@ -133,8 +130,8 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         compression: the compressor; by default the one that the model's optimizer is bound to.
 
     Raises:
-        CompressionError: in the first step, on every rank: a rank's file cannot be read, is of another training or of another
-            epoch than the one before the first of this `fit` (`initial_epoch`), or the ranks' files are not of the same step.
+        CompressionError: in the first step, on every rank: a rank's file cannot be read, is of another training, was not
+            written just before the first epoch of this `fit` (`initial_epoch`), or the ranks' files are not of the same step.
     """
 
     def __init__(self, directory: str | os.PathLike[str], resume: bool = True, compression: Compressor | None = None):
@@ -146,56 +143,13 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         self._begins = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        path, compressor = self._path(), _compressor_of(self.model, self.compression)
-        if self._begins and self.resume and path.exists() and compressor.stats().steps == 0:
-            try:
-                memory = load(path)
-                if memory["epoch"] != epoch - 1:
-                    raise CompressionError(
-                        f"{path} is of the end of epoch {memory['epoch']}, and this fit begins with epoch {epoch}: give it "
-                        f"initial_epoch={memory['epoch'] + 1} and the weights of then, or another directory, or resume=False"
-                    )
-                compressor.load_state_dict(memory)
-            except CompressionError as error:
-                compressor.fail(error)
+        compressor = _compressor_of(self.model, self.compression)
+        if self._begins and self.resume and compressor.stats().steps == 0:
+            checkpoint.restore(compressor, self.directory, initial_epoch=epoch)
         self._begins = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        save({"epoch": epoch, **_compressor_of(self.model, self.compression).state_dict()}, self._path())
-
-    def _path(self) -> Path:
-        return self.directory / f"compression-{hvd.rank()}.npz"
-
-
-def save(memory: dict[str, Any], path: Path) -> None:
-    """Writes a rank's memory, as `Compressor.state_dict` gives it, and its epoch as an .npz file, replacing what was there."""
-    sets = [{key: value for key, value in one.items() if key != "arrays"} for one in memory["sets"]]
-    arrays = {f"{number}/{name}": array for number, one in enumerate(memory["sets"]) for name, array in one["arrays"].items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        text = json.dumps({"epoch": memory["epoch"], "sets": sets})
-        np.savez(file, memory=np.frombuffer(text.encode(), np.uint8), **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Reads what `save` has written.
-
-    Raises:
-        CompressionError: it is no such file, or cut.
-    """
-    try:
-        with np.load(path) as file:
-            memory: dict[str, Any] = json.loads(file["memory"].tobytes())
-            for number, one in enumerate(memory["sets"]):
-                own = f"{number}/"
-                one["arrays"] = {name.removeprefix(own): file[name] for name in file.files if name.startswith(own)}
-    except Exception as error:
-        raise CompressionError(f"{path} is no memory of a compressor, or cut: {error}") from error
-    return memory
+        checkpoint.save(_compressor_of(self.model, self.compression), self.directory, initial_epoch=epoch + 1)
 
 
 def _must_have_averaged(optimizer: Any) -> bool:

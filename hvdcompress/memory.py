@@ -76,6 +76,8 @@ def redistributed(memories: Sequence[Mapping[str, Any]], method: Reducer, rank: 
         CompressionError: they are not of one training and step, or incomplete.
     """
     first = memories[0]
+    if first["facts"].get("method") != repr(method):
+        raise CompressionError(f"the saved memory is of another training: method: {first['facts'].get('method')} and {method}")
     for one in memories:
         check(one)
         if one["facts"] != first["facts"]:

@@ -191,6 +191,12 @@ class Compressor:
         for reduction in self.reductions:
             reduction.session.reset()
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many there are, in the process set."""
+        process_set = self._set or hvd.global_process_set
+        return process_set.rank(), process_set.size()
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory, as NumPy arrays, numbers and strings. Each rank must keep its own."""
         known = [reduction.session.state_dict() for reduction in self.reductions]

@@ -17,8 +17,12 @@ from ..compression import Methods
 from ..errors import CompressionError, MismatchError, PayloadError
 from ..schedule import ByEpoch, Schedule
 from .compressor import Compressor
+from .regroup import keep_in_elastic_states
 
 __all__ = ["Compression", "CompressionError", "CompressionSchedule", "Compressor", "MismatchError", "PayloadError"]
+
+
+keep_in_elastic_states(Compressor)
 
 
 class Compression(metaclass=Methods):

@@ -22,6 +22,7 @@ from ..drivers import blocking
 from ..drivers.torch import Handle, Transport
 from ..errors import CompressionError
 from ..session import STATUS_BYTES, Session, Stats, with_options
+from . import regroup
 from .binding import Binding, Bound, Parameters, UnboundError
 
 _instances: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of compressors in use, by process set
@@ -94,6 +95,7 @@ class Compressor:
         self._scale = 1.0  # of the loss, in the step that is going on
         self._changes: dict[str, Any] = {}  # of the method's options
         self._to_load: Mapping[str, Any] | None = None
+        self._to_tell: CompressionError | None = None  # in the next step, to every rank
         self._order: list[int] = []  # in which the gradients of the last step came
         self._status: Handle | None
         self._ended: bool
@@ -112,6 +114,8 @@ class Compressor:
                 return tensor, None
             self._connect(error)
             return self._token(), REFUSED
+        if self._session is not None and not self._arrived and self.place != (self._session.group.rank, self._session.group.size):
+            self.meet_again()  # elastic Horovod has taken ranks away, and gone on
         session = self._connect()
         if number in self._arrived:  # a backward pass was given up: the gradients come anew
             self._restart(session)
@@ -211,6 +215,15 @@ class Compressor:
         else:
             self._session.load_state_dict({**state, "arrays": arrays})
 
+    def fail(self, error: CompressionError) -> None:
+        """Takes note that this rank cannot go on: every rank will be told in the next step, and raise."""
+        self._to_tell = error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: the options and the memory, of which every rank has its own; nothing of what is going on."""
+        own = {**self.__dict__, "_session": None, "_transport": None, "_greeting": None, "_to_load": self.state_dict() or None}
+        return {**own, "_pending": {}, "_status": None, "_means": None, "_arrived": {}, "_ended": True}
+
     # A step
 
     def _begin_step(self) -> None:
@@ -234,8 +247,9 @@ class Compressor:
         It waits for them, but not for ever: a rank that was given no compressor never comes, and goes on to submit its
         gradients under the names of our tokens. Then so do we, and Horovod says that they do not fit.
         """
+        error, self._to_tell = error or self._to_tell, None
         if self._session is None:
-            group = Group(self._set.rank(), self._set.size(), self._seed)
+            group = Group(*self.place, self._seed)
             session = Session(self.method, self.binding.layouts, group, {"unbound": self._unbound, **self.binding.facts()})
             try:
                 session.change(**self._changes)
@@ -263,12 +277,45 @@ class Compressor:
         return self._session
 
     @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and how many there are, in the process set; by now."""
+        return self._set.rank(), self._set.size()
+
+    def meet_again(self) -> None:
+        """Begins anew among ranks that have changed, with what all that are left have kept; every rank calls it.
+
+        Where the ranks are those that they were, each has its own memory again; else it is redistributed (`hvdcompress.memory`).
+        A rank that is new brings none.
+        """
+        kept, (rank, size) = self.state_dict(), self.place
+        self.begin_anew()
+        number = next(_instances[self._set.process_set_id])
+        brought = regroup.exchange(kept, number, self._set)
+        self._number(max(one.number for one in brought))
+        memories = [one.memory for one in brought if one.memory]
+        if [(one["rank"], one["facts"][memory.RANKS]) for one in memories] == [(r, str(size)) for r in range(size)]:
+            self.load_state_dict(kept)
+        elif memories:
+            self.load_state_dict(memory.redistributed(memories, self.method, rank, size))
+
+    def begin_anew(self, kept: Mapping[str, Any] | None = None) -> None:
+        """As before the first step, with a memory to be loaded then: what was going on is given up."""
+        self._session, self._transport, self._greeting, self._to_load = None, None, None, None
+        self._begin_step()
+        self.load_state_dict(kept or {})
+
+    @property
     def _transport_in_use(self) -> Transport:
         """Compressors are numbered by their first use, which comes in the same order on all ranks."""
         if self._transport is None:
-            set_id = self._set.process_set_id
-            self._transport = Transport(f"hvdcompress.{set_id}.{next(_instances[set_id])}", self._set)
+            self._number(next(_instances[self._set.process_set_id]))
+        assert self._transport is not None
         return self._transport
+
+    def _number(self, number: int) -> None:
+        set_id = self._set.process_set_id
+        _instances[set_id] = itertools.count(number + 1)
+        self._transport = Transport(f"hvdcompress.{set_id}.{number}", self._set)
 
     def _second_momentum(self) -> CompressionError | None:
         """An error if the optimizer that calls has a momentum beside the method's own."""

@@ -75,11 +75,12 @@ def redistributed(memories: Sequence[Mapping[str, Any]], method: Reducer, rank: 
     Raises:
         CompressionError: they are not of one training and step, or incomplete.
     """
+    for one in memories:
+        check(one)
     first = memories[0]
     if first["facts"].get("method") != repr(method):
         raise CompressionError(f"the saved memory is of another training: method: {first['facts'].get('method')} and {method}")
     for one in memories:
-        check(one)
         if one["facts"] != first["facts"]:
             raise CompressionError(f"the saved memories are of several trainings: {difference(first['facts'], one['facts'])}")
         if one["step"] != first["step"]:

@@ -46,7 +46,7 @@ def horovodrun_elastic(
         "--network-interfaces",
         "lo",
         "--gloo-timeout-seconds",
-        "5",
+        "15",
         "-np",
         str(ranks),
         "--min-np",

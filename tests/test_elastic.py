@@ -16,7 +16,7 @@ METHODS = {
     "dore": "dore:block=16,exchange=sharded",
 }
 EVENTS = {"more": (2, 3), "fewer": (3, 2), "killed": (3, 2)}  # numbers of ranks before and after
-EVERYDAY = [("dore", "more"), ("sketch", "killed")]
+EVERYDAY = [("dore", "more")]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ EVERYDAY = [("dore", "more")]
 )
 def test_ranks_come_and_go(tmp_path: Path, method: str, event: str) -> None:
     before, after = EVENTS[event]
-    # Two names of this machine: elastic Horovod gives up a host on which a rank was killed.
+    # Two names of this machine: elastic Horovod gives up the host on which a rank was killed, the second.
     hosts = "localhost:2\n127.0.0.1:1\n" if event == "killed" else f"localhost:{before}\n"
     done = horovodrun_elastic(before, hosts, tmp_path, RANKS / "elastic.py", tmp_path, METHODS[method], event, timeout=150)
     assert done.returncode == 0, done.stdout[-4000:]

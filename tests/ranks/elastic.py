@@ -28,11 +28,11 @@ def note(**seen) -> None:
         file.write(json.dumps({"rank": hvd.rank(), "size": hvd.size(), **seen}) + "\n")
 
 
-def happen(step: int, size: int) -> None:
+def happen(step: int) -> None:
     """What happens to the ranks, after a step that was committed."""
     if step != AT or (directory / "happened").exists():
         return
-    if event == "killed" and hvd.rank() == size - 1:
+    if event == "killed" and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
         (directory / "happened").touch()
         os._exit(1)
     if event != "killed" and hvd.rank() == 0:
@@ -57,7 +57,7 @@ def train(state, model, optimizer, compression) -> None:
             committed=compression.stats().steps,
             residual=compression.residual_norm(),
         )
-        happen(state.step, hvd.size())
+        happen(state.step)
         if state.step >= AT and hvd.size() != {"more": 3, "fewer": 2, "killed": 2}[event]:
             time.sleep(0.5)  # until the driver has noticed
         state.commit()

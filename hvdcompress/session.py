@@ -113,6 +113,9 @@ class Session:
         self._facts_digest = hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
         self._options = repr(reducer)  # by now
         self.met = False  # the ranks have exchanged their handshakes, and agree
+        self.contact: Mapping[str, Any] = {}  # how peers may ask this rank where it is
+        self.contacts: list[Mapping[str, Any]] = []  # of all ranks, once they have met
+        self._moved = time.monotonic()  # when anything happened last
         self.committed = 0  # steps, and the number of the step that is going on
         self.abandoned = 0  # steps
         self.last, self.total = traffic.Traffic(), traffic.Traffic()
@@ -130,6 +133,8 @@ class Session:
         self._runs: dict[int, _Run] = {}
         self._sent = traffic.Traffic()
         self._figures: dict[str, float] = {}
+        self._awaited: dict[int | None, str] = {}  # by bucket, and the records
+        self._own_part_done = False
 
     def predicted_bytes(self) -> float:
         """Bytes that a rank sends for the buckets in a step, as the method has it; by the last step's metrics, once there are."""
@@ -209,7 +214,8 @@ class Session:
             further: what they must agree on in this run, beside what belongs to the memory.
         """
         changed = {} if self._options == self.facts["method"] else {"options by now": self._options}
-        return self._record(OK, json.dumps({**self.facts, **changed, **(further or {})}))
+        agreed = {**self.facts, **changed, **(further or {})}
+        return self._record(OK, json.dumps({"agreed": agreed, "contact": self.contact}))
 
     def check_handshake(self, records: Sequence[Bytes]) -> None:
         """Reads the first record of every rank.
@@ -219,12 +225,21 @@ class Session:
             CompressionError: a rank failed before it could agree.
         """
         self._failure = None
-        texts = [record.text for record in self._read(records, first=True)]
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                difference = memory.difference(json.loads(texts[0]), json.loads(text))
+        handshakes = [_handshake(record.text, rank) for rank, record in enumerate(self._read(records, first=True))]
+        for rank, (agreed, _) in enumerate(handshakes):
+            if list(agreed.items()) != list(handshakes[0][0].items()):
+                difference = memory.difference(handshakes[0][0], agreed)
                 raise MismatchError(f"ranks 0 and {rank} differ in {difference}: give every rank the same")
+        self.contacts = [contact for _, contact in handshakes]
         self.met = True
+
+    def awaited(self) -> list[str]:
+        """What of its peers this rank waits for, having done its part of the step; nothing if it has not."""
+        return list(self._awaited.values()) if self._own_part_done else []
+
+    def idle(self) -> float:
+        """Seconds since anything happened."""
+        return time.monotonic() - self._moved
 
     @property
     def begun(self) -> bool:
@@ -275,14 +290,18 @@ class Session:
         request = self._resume(bucket, None)
         self.seconds["encode"] += time.perf_counter() - began
         assert request is not None, f"{self.reducer} asked for no collective"
+        self._awaits(bucket)
         return request
 
     def record(self) -> Bytes:
         """How this rank stands, when every bucket is started."""
+        self._own_part_done = True
+        self._awaits(None)
         return self._record(OK if self._finite else NONFINITE)
 
     def agree(self, records: Sequence[Bytes]) -> bool:
         """Reads every rank's record: does the step go on? If not, replies that are under way must still be awaited."""
+        self._awaits(None, over=True)
         try:
             self._verdict = all(record.status == OK for record in self._read(records, first=False))
         except CompressionError as error:
@@ -294,6 +313,7 @@ class Session:
         began = time.perf_counter()
         request = self._resume(bucket, reply)
         self.seconds["decode"] += time.perf_counter() - began
+        self._awaits(bucket, over=request is None)
         return request
 
     def finish(self, limits: Sequence[float] = ()) -> list[Array] | None:
@@ -309,7 +329,7 @@ class Session:
         Raises:
             CompressionError: a rank failed.
         """
-        runs, verdict, failure = self._runs, self._verdict, self._failure
+        runs, verdict, failure, self._moved = self._runs, self._verdict, self._failure, time.monotonic()
         self.last, self.total = self._sent, self.total + self._sent
         self._begin()
         outcomes = [run.outcome for _, run in sorted(runs.items()) if run.outcome is not None]
@@ -354,6 +374,18 @@ class Session:
             request = self._substitute(bucket, run.stages[run.stage])
         run.request = request
         return request
+
+    def _awaits(self, bucket: int | None, over: bool = False) -> None:
+        """Takes note of what is waited for, by whoever asks while this rank is waiting."""
+        self._moved = time.monotonic()
+        if over:
+            self._awaited.pop(bucket, None)
+        elif bucket is None:
+            self._awaited[None] = "the status records"
+        else:
+            run = self._runs[bucket]
+            kind = run.stages[run.stage].kind.__name__.lower()
+            self._awaited[bucket] = f"bucket {bucket} in stage {run.stage + 1} of {len(run.stages)} ({kind})"
 
     def _substitute(self, bucket: int, stage: Stage) -> Collective:
         """A collective that keeps the peers from waiting when this rank has nothing to give, and tells them."""
@@ -414,6 +446,17 @@ def with_options(reducer: Reducer, options: Mapping[str, Any]) -> Reducer:
         if name not in known:
             raise ValueError(f"{reducer} has no option {name!r}; it has {', '.join(known) or 'none'}")
     return dataclasses.replace(reducer, **options)  # type: ignore[type-var]
+
+
+def _handshake(text: str, rank: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """What a rank's first record says: what must be agreed on, and how it may be asked where it is."""
+    try:
+        read = json.loads(text)
+        return dict(read["agreed"]), dict(read["contact"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PayloadError(
+            f"the handshake of rank {rank} cannot be read ({type(error).__name__}): install one version of hvdcompress everywhere"
+        ) from error
 
 
 def _forms(state: State) -> dict[str, Any]:

@@ -6,15 +6,15 @@ import os
 from collections.abc import Sequence
 
 
-def number(name: str, default: float) -> float:
-    """A positive number."""
+def number(name: str, default: float, zero: bool = False) -> float:
+    """A positive number, or zero where that has a meaning."""
     text = os.environ.get(name) or str(default)
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive number, not {text!r}")
+    if not 0 <= value < float("inf") or (value == 0 and not zero):
+        raise ValueError(f"{name} must be a positive number{' or 0' if zero else ''}, not {text!r}")
     return value
 
 

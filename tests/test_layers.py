@@ -23,6 +23,7 @@ LAYERS = [
     ("reducers",),
     ("traffic", "memory"),
     ("session",),
+    ("watch",),
     ("drivers",),
     ("adapter", "compression", "schedule", "checkpoint"),
     ("torch", "tensorflow", "testing"),

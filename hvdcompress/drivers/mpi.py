@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from .. import traffic
+from .. import traffic, watch
 from ..core import AllGather, AllReduce, AllToAll, Collective, Group, Layout, Reducer
 from ..errors import CompressionError
 from ..session import Session
@@ -77,6 +77,7 @@ class DistributedMean:
             session = Session(self.method, [layout], Group(comm.rank, comm.size, self.seed))
             if error is not None:
                 session.fail(error)
+            watch.over(session)
             blocking.shake_hands(session, self._transport)
             self.session = session
         return self.session

@@ -28,7 +28,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import frame, traffic
+from .. import frame, traffic, watch
 from ..core import AllGather, AllReduce, AllToAll, Collective, Stage
 from ..errors import CompressionError
 from ..session import Session
@@ -184,6 +184,7 @@ class Program:
         self._timer = threading.Timer(self._patience, self._late)
         self._timer.daemon = True
         self._timer.start()
+        watch.over(self.session)
         return self.session.handshake({"name of the set of variables": self.transport.prefix})
 
     def _check_handshake(self, gathered: Any) -> Any:

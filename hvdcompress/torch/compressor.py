@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from .. import adapter, memory, options, traffic
+from .. import adapter, memory, options, traffic, watch
 from ..adapter import Cut
 from ..core import AllGather, Array, Group, Reducer
 from ..drivers import blocking
@@ -261,6 +261,7 @@ class Compressor:
             if error is not None:
                 session.fail(error)
             transport = self._transport_in_use
+            watch.over(session)
             greeting = transport.submit(AllGather(session.handshake()), blocking.STATUS)
             deadline = time.monotonic() + adapter.patience()
             while not transport.done(greeting) and time.monotonic() < deadline:

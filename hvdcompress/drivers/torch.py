@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
@@ -11,6 +12,7 @@ import torch
 from .. import frame
 from ..core import AllReduce, AllToAll, Collective
 from ..errors import CompressionError
+from .blocking import STATUS
 
 
 class Handle(NamedTuple):
@@ -29,9 +31,17 @@ class Transport:
 
     def __init__(self, prefix: str, process_set: Any):
         self._prefix, self._set = prefix, process_set
+        self._renewed = 0
+        self._left: list[Handle] = []  # Horovod may still read their buffers
+
+    def leave_behind(self, handles: Iterable[Handle]) -> None:
+        """Nobody waits for these any more; those that follow have other names, but for the records."""
+        self._left = [handle for handle in (*self._left, *handles) if not self.done(handle)]
+        self._renewed += 1
 
     def submit(self, request: Collective, name: str) -> Handle:
-        where: dict[str, Any] = {"name": f"{self._prefix}.{name}", "process_set": self._set}
+        renewed = f".again{self._renewed}" if self._renewed and name != STATUS else ""
+        where: dict[str, Any] = {"name": f"{self._prefix}{renewed}.{name}", "process_set": self._set}
         if isinstance(request, AllReduce):
             array = torch.from_numpy(request.array)
             operation = {"sum": hvd.Sum, "max": hvd.Max}[request.op]

@@ -117,7 +117,7 @@ class Compressor:
         if self._session is not None and not self._arrived and self.place != (self._session.group.rank, self._session.group.size):
             self.meet_again()  # elastic Horovod has taken ranks away, and gone on
         session = self._connect()
-        if number in self._arrived:  # a backward pass was given up: the gradients come anew
+        if self._given_up(number):
             self._restart(session)
         if not self._arrived and self._scaler is not None:
             self._scale = float(self._scaler.get_scale())
@@ -235,9 +235,23 @@ class Compressor:
         self._failure: Exception | None = None
         self._ended = False
 
+    def _given_up(self, number: int) -> bool:
+        """Whether what arrived before is of a backward pass that was given up: it comes anew, or Horovod has forgotten it."""
+        optimizer = _calling_optimizer(self)
+        if number in self._arrived or not self._arrived or optimizer is None:
+            return number in self._arrived
+        own, last = (self.binding.bounds[which].parameter for which in (number, next(reversed(self._arrived))))
+        groups: Mapping[Any, Any] = getattr(optimizer, "_p_to_group", {})
+        if last in groups and groups.get(own) is groups[last]:  # the group of both is under way
+            return False
+        handle, _ = optimizer._handles.get(groups.get(last, last), (None, None))  # type: ignore[attr-defined]
+        return handle is None
+
     def _restart(self, session: Session) -> None:
-        for handle in (*self._pending.values(), *([self._status] if self._status else ())):
-            self._transport_in_use.wait(handle)
+        """Begins the step anew. What was submitted is left behind: a rank that has come less far never answers it."""
+        if self._status is not None:
+            self._transport_in_use.wait(self._status)
+        self._transport_in_use.leave_behind(self._pending.values())
         session.restart()
         self._begin_step()
 

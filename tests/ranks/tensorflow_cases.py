@@ -12,14 +12,13 @@ from pathlib import Path
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import horovod.tensorflow as hvd
-import horovod.tensorflow.keras as hvdk
 import numpy as np
 import pytest
 import tensorflow as tf
 from numpy.testing import assert_allclose
 
 import hvdcompress.tensorflow as hvc
-from hvdcompress.keras import CompressionCallback
+from hvdcompress.keras import CompressionCallback, load_model
 from hvdcompress.tensorflow.binding import bound_to
 from ranks import tensorflow_checks
 from ranks.harness import (
@@ -520,34 +519,53 @@ def ways_to_run_a_fit_have_the_same_steps(method):
 @check_on_two
 @each
 def a_saved_model_goes_on_with_its_schedule_and_is_compressed(method):
-    def callbacks():
-        return [CompressionCallback(reset=False)]
-
     rates = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
-    model, compressor = dense_model(hidden=20), compression(method)
-    fit(model, hvdk.DistributedOptimizer(keras.optimizers.SGD(rates), compression=compressor), callbacks(), epochs=1)
-    for suffix in (".keras", ".h5"):
-        directory = everyone(tempfile.mkdtemp() if RANK == 0 else None)[0]
-        path = str(Path(directory) / f"model{suffix}")
+    model, names = dense_model(hidden=20), {keras.optimizers.SGD.__name__: keras.optimizers.SGD}
+    fit(model, hvc.DistributedOptimizer(keras.optimizers.SGD(rates), compression(method)), epochs=1)
+    directory = Path(everyone(tempfile.mkdtemp() if RANK == 0 else None)[0])
+    for path in (directory / "model.keras", directory / "model.h5"):
         if RANK == 0:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model.save(path)
         everyone(None)
-        compressor = compression(method)
-        loaded = hvdk.load_model(path, compression=compressor)
-        same_bits(weights(loaded), weights(model), f"{method}, {suffix}")
-        assert int(loaded.optimizer.iterations) == 4, f"{method}, {suffix}"
+        compressor, where = compression(method), f"{method}, {path.suffix}"
+        loaded = load_model(path, compressor)
+        same_bits(weights(loaded), weights(model), where)
+        for got, expected in zip(loaded.optimizer.variables, model.optimizer.variables):
+            same_bits([got.numpy()], [expected.numpy()], f"{where}, {expected.name}")
         x, y = images(seed=1)
-        loaded.fit(x, y, batch_size=16, verbose=0, callbacks=callbacks())
-        assert compressor.stats().steps == 4 and bound_to(loaded.optimizer) is compressor, f"{method}, {suffix}"
-        assert int(loaded.optimizer.iterations) == 8, f"{method}, {suffix}"
-        assert_allclose(loaded.optimizer.learning_rate, 0.1 * 0.5**4, rtol=1e-6, err_msg=f"{method}, {suffix}")
-        same_everywhere(weights(loaded), f"{method}, {suffix}")
-        plain = keras.models.load_model(path)
-        assert type(plain.optimizer) is keras.optimizers.SGD, f"{method}, {suffix}: {type(plain.optimizer)}"
-        contents = Path(path).read_bytes() if suffix == ".h5" else zipfile.ZipFile(path).read("config.json")
-        assert b"hvdcompress" not in contents, f"{method}, {suffix}"
+        loaded.fit(x, y, batch_size=16, verbose=0)
+        assert compressor.stats().steps == 4 and bound_to(loaded.optimizer) is compressor, where
+        assert int(loaded.optimizer.iterations) == 8, where
+        assert_allclose(loaded.optimizer.learning_rate, 0.1 * 0.5**3.5, rtol=1e-6, err_msg=where)  # as of the step before
+        same_everywhere(weights(loaded), where)
+        plain = keras.models.load_model(path, custom_objects=names)
+        assert type(plain.optimizer) is keras.optimizers.SGD and int(plain.optimizer.iterations) == 4, where
+        contents = path.read_bytes() if path.suffix == ".h5" else zipfile.ZipFile(path).read("config.json")
+        assert b"hvdcompress" not in contents, where
+
+
+@check_on_two
+def a_saved_model_of_mixed_precision_keeps_its_loss_scale():
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = dense_model(hidden=20)
+        scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64)
+        fit(model, scaled, epochs=1)
+        directory = Path(tempfile.mkdtemp())
+        model.save(directory / "model.keras")
+        loaded = load_model(directory / "model.keras", compressor := compression("dore"))
+        assert float(loaded.optimizer.loss_scale) == 64 and int(loaded.optimizer.iterations) == 4
+        loaded.set_weights(everyone(weights(loaded))[0])
+        fit(loaded, loaded.optimizer, epochs=1)
+        assert compressor.stats().steps == 4 and int(loaded.optimizer.iterations) == 8
+        with pytest.raises(ValueError, match="compile anew"):
+            model.compile(keras.optimizers.legacy.SGD(0.1), LOSS)
+            model.save(directory / "model.keras")
+            load_model(directory / "model.keras", compressor)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
 
 
 @check_on_three

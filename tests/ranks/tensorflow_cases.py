@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvdk
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -76,24 +78,30 @@ def same_everywhere(arrays, where: str) -> None:
         same_bits(arrays, others, f"ranks {RANK} and {rank} differ: {where}")
 
 
+def by_variable(reduced: Reduced, buckets: list[np.ndarray]) -> dict[int, np.ndarray]:
+    """What is in the buckets, by the numbers of the variables."""
+    found = {}
+    for members, flat in zip(reduced.reduction._buckets, buckets):
+        ends = np.cumsum([math.prod(reduced.shapes[i]) for i in members])
+        found |= {i: part.reshape(reduced.shapes[i]) for i, part in zip(members, np.split(flat, ends[:-1]))}
+    return found
+
+
 def as_simulated(reduced: Reduced, by_rank: list[list[np.ndarray]], where: str) -> list[np.ndarray]:
     """A step whose means, memory, dtypes and shapes must be right; the means of this rank."""
-    got = reduced(by_rank[RANK])
-    expected = reduced.simulate([[g.astype(np.float32) for g in grads] for grads in by_rank])
-    kept = [[g.dtype for g in by_rank[RANK]], [g.shape for g in by_rank[RANK]]]
-    assert [[g.dtype for g in got], [g.shape for g in got]] == kept, where
-    wide = [g.astype(np.float32) for g in got]
-    dtypes = [np.concatenate([np.full(got[i].size, i) for i in bucket]) for bucket in reduced.reduction._buckets]
-    for mean, value, owner in zip(expected, reduced.flattened(wide), dtypes):
-        for i in np.unique(owner):
-            narrow = mean[owner == i].astype(by_rank[RANK][i].dtype).astype(np.float32)
-            same_bits([value[owner == i]], [narrow], f"{where}, tensor {i}")
+    own = by_rank[RANK]
+    got = reduced(own)
+    assert [(g.dtype, g.shape) for g in got] == [(g.dtype, g.shape) for g in own], where
+    expected = by_variable(reduced, reduced.simulate([[g.astype(np.float32) for g in grads] for grads in by_rank]))
+    assert sorted([*expected, *reduced.reduction._beside]) == list(range(len(own))), where
+    for i, mean in expected.items():
+        same_bits([got[i].astype(np.float32)], [mean.astype(own[i].dtype).astype(np.float32)], f"{where}, tensor {i}")
     for i in reduced.reduction._beside:
         mean = sum(grads[i].astype(np.float64) for grads in by_rank) / SIZE
         assert_allclose(got[i].astype(np.float64), mean, rtol=1e-6, atol=1e-7, err_msg=f"{where}, tensor {i}")
-    mine = reduced.simulation.sessions[RANK].state_dict()["arrays"]
-    same_bits(reduced.reduction.session.state_dict()["arrays"].values(), mine.values(), where)
-    assert all(array.dtype.itemsize >= 4 for array in mine.values()), where
+    simulated = reduced.simulation.sessions[RANK].state_dict()["arrays"]
+    same_bits(reduced.reduction.session.state_dict()["arrays"].values(), simulated.values(), where)
+    assert all(array.dtype.itemsize >= 4 for array in simulated.values()), where
     return got
 
 
@@ -366,14 +374,11 @@ def clipping_after_the_mean_does_not_touch_the_memory(method):
         for number in range(4):
             by_rank = [given_grads(number, rank, reduced.shapes) for rank in range(SIZE)]
             step([tf.constant(g) for g in by_rank[RANK]])
-            bits = reduced.simulate(by_rank)
-            means = [sum(grads[i] for grads in by_rank) / SIZE for i in range(2)]
-            for bucket, mean in zip(reduced.reduction._buckets, bits):
-                for i, part in zip(bucket, np.split(mean, np.cumsum([means[i].size for i in bucket])[:-1])):
-                    means[i] = part.reshape(means[i].shape)
-            norm = np.sqrt(sum(float((m**2).sum()) for m in means))
+            means = {i: sum(grads[i] for grads in by_rank) / SIZE for i in range(2)}
+            means |= by_variable(reduced, reduced.simulate(by_rank))
+            norm = np.sqrt(sum(float((m**2).sum()) for m in means.values()))
             assert norm > 1, f"{method}: nothing is clipped"
-            expected = [e - 0.5 * m / norm for e, m in zip(expected, means)]
+            expected = [e - 0.5 * means[i] / norm for i, e in enumerate(expected)]
             for one, other in zip(v, expected):
                 assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=f"{method}, {way}, step {number}")
         mine = reduced.simulation.sessions[RANK].state_dict()["arrays"]
@@ -584,9 +589,11 @@ def an_overflow_on_one_rank_is_a_step_that_no_rank_takes(method):
         assert float(scaled.loss_scale) == 128 and int(scaled.iterations) == 20, f"{method}: {float(scaled.loss_scale)}"
         assert finite([*weights(model), *memory(compressor).values()]), method
         same_everywhere(weights(model), method)
+        inside = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))
         with pytest.raises(ValueError, match=r"LossScaleOptimizer\(DistributedOptimizer"):
-            unscaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-            hvc.DistributedOptimizer(unscaled, compression(method))
+            hvc.DistributedOptimizer(inside, compression(method))
+        with pytest.raises(TypeError, match="takes 1 positional argument"):
+            hvdk.DistributedOptimizer(inside, compression=compression(method))
     finally:
         keras.mixed_precision.set_global_policy("float32")
 

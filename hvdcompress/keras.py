@@ -1,4 +1,4 @@
-"""Keras callbacks: compression in `model.fit`.
+"""Keras: callbacks for compression in `model.fit`, and models that are loaded.
 
     optimizer = hvd.DistributedOptimizer(optimizer, compression=hvc.Compression.dore())
     model.compile(optimizer, ...)
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import tensorflow as tf
 
 from . import checkpoint
 from .schedule import ByEpoch, Schedule
-from .tensorflow import Compressor, attach
+from .tensorflow import Compressor, DistributedOptimizer, attach
 from .tensorflow.binding import bound_to
 from .tensorflow.compressor import NO_XLA
-from .tensorflow.reduction import inner_of
+from .tensorflow.reduction import inner_of, is_loss_scaled
 
-__all__ = ["CompressionCallback", "CompressionCheckpoint", "CompressionSchedule"]
+__all__ = ["CompressionCallback", "CompressionCheckpoint", "CompressionSchedule", "load_model"]
 
 
 class CompressionCallback(tf.keras.callbacks.Callback):
@@ -150,6 +151,42 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         checkpoint.save(_compressor_of(self.model, self.compression), self.directory, initial_epoch=epoch + 1)
+
+
+def load_model(
+    path: str | os.PathLike[str], compression: Any, *, custom_objects: Mapping[str, Any] | None = None, **options: Any
+) -> tf.keras.Model:
+    """Loads a model whose optimizer is Horovod's, with a compressor bound to it, in the state in which it was saved.
+
+    Horovod's own `load_model` fails for learning rates with a schedule and for files of Keras's format, or leaves their
+    optimizer as it is. Every rank loads; what `model.save` writes has nothing of ours, and the compressor's memory is saved
+    by `CompressionCheckpoint`.
+
+    Args:
+        path: .keras or .h5, whether or not the optimizer was Horovod's when it was saved.
+        compression, options: as `hvdcompress.tensorflow.DistributedOptimizer` takes them.
+        custom_objects: as `tf.keras.models.load_model` takes them.
+
+    Raises:
+        ValueError: the file has no optimizer, or a legacy one; or the combination is not supported.
+    """
+    known = {kind.__name__: kind for kind in tf.keras.optimizers.Optimizer.__subclasses__()}  # Horovod's go by these names
+    model = tf.keras.models.load_model(path, custom_objects={**known, **(custom_objects or {})})
+    saved = inner_of(model.optimizer)
+    if not isinstance(saved, tf.keras.optimizers.Optimizer) or isinstance(saved, tf.keras.optimizers.legacy.Optimizer):
+        raise ValueError(
+            f"{path} has {type(saved).__name__} for an optimizer, none of Keras's new ones: load it and compile anew"
+        )
+    made = DistributedOptimizer(saved, compression, **options)
+    made.build(model.trainable_variables)
+    for variable, value in zip(made.variables, saved.variables):
+        variable.assign(value)
+    if is_loss_scaled(model.optimizer):
+        scaled = model.optimizer
+        scale = {"initial_scale": float(scaled.loss_scale), "dynamic_growth_steps": scaled.dynamic_growth_steps}
+        made = tf.keras.mixed_precision.LossScaleOptimizer(made, scaled.dynamic, **scale)
+    model.optimizer = made
+    return model
 
 
 def _must_have_averaged(optimizer: Any) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 from conftest import RANKS
 from launch import mpirun
+from ranks.harness import PAPERS
 
 
 @pytest.mark.parametrize(
@@ -19,7 +21,21 @@ from launch import mpirun
 )
 def test_faults_that_end_a_job(fault: str, told: str, beside: str) -> None:
     done = mpirun(2, RANKS / "torch_faults.py", fault, timeout=60, HVDCOMPRESS_HANDSHAKE_SECONDS="2")
-    endings = re.findall(r"rank \d ended after [\d.]+ s: (.*)", done.stdout)
-    assert len(endings) == 2, done.stdout
-    assert all(re.search(told, ending) for ending in endings), done.stdout
+    assert all(re.search(told, ending) for ending in endings_of(done)), done.stdout
     assert beside in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("method", PAPERS)
+@pytest.mark.parametrize("fault", ["join", "join_before_the_first_step"])
+def test_a_join_under_tensorflow_ends_the_job(fault: str, method: str) -> None:
+    done = mpirun(2, RANKS / "tensorflow_faults.py", fault, method, timeout=60)
+    trains, joined = endings_of(done)
+    assert "not supported with Join" in trains, done.stdout
+    assert "Horovod has been shut down" in joined, done.stdout
+
+
+def endings_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What each rank has printed last, in rank order."""
+    endings = dict(re.findall(r"rank (\d) ended after [\d.]+ s: (.*)", done.stdout))
+    assert sorted(endings) == ["0", "1"], done.stdout
+    return [endings[rank] for rank in "01"]

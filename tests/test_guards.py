@@ -202,8 +202,8 @@ GUARDS = [
     Guard(
         "sparse gradients go to Horovod",
         DRIVER,
-        'transport.average_slices(slices, f"sparse_{number}")',
-        "slices",
+        'transport.average_slices(one, f"sparse_{number}", turn)',
+        "one",
         "sparse_gradients_are_as_without_compression",
     ),
     Guard(
@@ -509,9 +509,23 @@ GUARDS = [
     Guard(
         "a step that is given up has the lengths of now",
         DRIVER,
-        "_filler(stages[number + 1], size)",
-        "_filler(stages[number + 1]._replace(length=7 * session.group.rank + 1), size)",
+        "_filler(stages[number + 1], size, self._turn)",
+        "_filler(stages[number + 1]._replace(length=7 * session.group.rank + 1), size, self._turn)",
         "a_schedule_changes_options_without_tracing",
+    ),
+    Guard(
+        "Horovod remembers no gather, and refuses it beside a join",
+        DRIVER,
+        "return payload.reshape(-1, 1) if turn % 2 else payload",
+        "return payload",
+        "no_gather_has_the_shape_that_it_had_the_last_time",
+    ),
+    Guard(
+        "an optimizer that is made anew is not traced anew",
+        REDUCTION,
+        "if not (is_loss_scaled(treatment.optimizer) or self._rescales):",
+        NEVER,
+        "eager_steps_are_traced_once_whatever_the_optimizer",
     ),
 ]
 

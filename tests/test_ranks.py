@@ -10,6 +10,7 @@ SCRIPTS = {  # with the numbers of ranks, and the seconds that all checks on one
     "mpi_checks.py": ((1, 3), 60.0),
     "torch_checks.py": ((1, 2, 3, 4), 200.0),
     "tensorflow_checks.py": ((1, 2, 3), 280.0),
+    "tensorflow_cases.py": ((1, 2, 3), 180.0),
     "framework_checks.py": ((1, 2, 3), 100.0),
     "torch_cases.py": ((2,), 100.0),
 }

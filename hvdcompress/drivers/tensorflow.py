@@ -14,13 +14,18 @@ Calls run one after the other, in the order in which they are built, and nothing
 step that is *executed*, of whichever trace, begins with the handshake. Horovod's operations are not stateful, so a graph
 optimiser merges those of equal inputs and drops those whose output is not used: here every input comes out of a call, and
 every output goes into one.
+
+Horovod remembers what the ranks have agreed on of an allgather or alltoall, and then makes it with a rank that has called
+`hvd.join()` too, where it never ends; what it has to agree on it refuses. So none has the shape that it had the last time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +40,8 @@ from ..session import Session
 from . import blocking
 
 FILLER = np.zeros(1, np.uint8)  # what goes through a collective of a step that was given up
+
+_meetings: dict[int, Iterator[int]] = defaultdict(itertools.count)  # handshakes so far, by process set
 
 
 class Transport:
@@ -66,10 +73,21 @@ class Transport:
     def average(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return hvd.allreduce(tensor, op=hvd.Average, **self.where(name))
 
-    def average_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
-        """All ranks' slices, divided by their number."""
-        values, indices = (self.gather(part, f"{name}_{i}") for i, part in enumerate((slices.values, slices.indices)))
+    def average_slices(self, slices: tf.IndexedSlices, name: str, turn: tf.Tensor) -> tf.IndexedSlices:
+        """All ranks' slices, divided by their number; they go out in a shape by `turn`, int32[]."""
+
+        def gathered(part: tf.Tensor, number: int) -> tf.Tensor:
+            shape = tf.shape(part)
+            turned = tf.reshape(part, tf.concat([shape, tf.ones([turn], tf.int32)], 0))
+            received = self.gather(turned, f"{name}_{number}")
+            return _shaped(tf.reshape(received, tf.concat([[-1], shape[1:]], 0)), [None, *part.shape[1:]])
+
+        values, indices = gathered(slices.values, 0), gathered(slices.indices, 1)
         return tf.IndexedSlices(values / tf.cast(self._set.size(), values.dtype), indices, slices.dense_shape)
+
+    def meeting(self) -> int:
+        """The number of the handshake that comes next; ranks may begin with different sets, but begin equally many."""
+        return next(_meetings[self._set.process_set_id])
 
     def meet(self, greeting: tf.Tensor) -> tf.Tensor:
         """Gathers handshakes: under one name, so that ranks meet there whatever they begin with, and hear if it differs."""
@@ -107,6 +125,7 @@ class Program:
         self.failure: CompressionError | None = None  # of the last step: TensorFlow keeps its text only
         self._timer: threading.Timer | None = None
         self._waits_since = self._decoded_then = 0.0
+        self._turn = 0  # 0 or 1 by the step, committed or not: dimensions of one that gathers have beside their own
         self.ended = 0.0  # when the last step did, by time.monotonic
 
     def build(
@@ -130,11 +149,12 @@ class Program:
         session, transport = self.session, self.transport
         calls, layouts = _Calls(), session.layouts
         rates = [] if lr is None else [lr]
-        met = tf.cond(calls(self._meets, [], [tf.bool])[0], self._build_handshake, lambda: tf.constant(0, tf.int8))
+        first, turn = calls(self._meets, [], [tf.bool, tf.int32])
+        met = tf.cond(first, self._build_handshake, lambda: tf.constant(0, tf.int8))
         calls.after(met)
         with tf.control_dependencies([met]):  # ranks that do not agree may not even have the same collectives
             averaged_dense = [transport.average(tensor, f"dense_{number}") for number, tensor in enumerate(dense)]
-            averaged_sparse = [transport.average_slices(slices, f"sparse_{number}") for number, slices in enumerate(sparse)]
+            averaged_sparse = [transport.average_slices(one, f"sparse_{number}", turn) for number, one in enumerate(sparse)]
         stages = [session.reducer.stages(layout, session.group) for layout in layouts]
         pending = []
         for bucket, members in enumerate(gradients):
@@ -178,20 +198,21 @@ class Program:
         self.failure = None
         if self.session.begun:  # a step broke off in the middle: an error of Horovod's
             self.session.restart()
-        return np.bool_(not self.session.met)
+        self._turn = 1 - self._turn
+        return np.bool_(not self.session.met), np.int32(self._turn)
 
     def _greet(self) -> Any:
         self._timer = threading.Timer(self._patience, self._late)
         self._timer.daemon = True
         self._timer.start()
         watch.over(self.session)
-        return self.session.handshake({"name of the set of variables": self.transport.prefix})
+        return _turned(self.session.handshake({"name of the set of variables": self.transport.prefix}), self.transport.meeting())
 
     def _check_handshake(self, gathered: Any) -> Any:
         if self._timer is not None:
             self._timer.cancel()
         with self._keeping_failure():
-            self.session.check_handshake(frame.split(gathered, self.session.group.size))
+            self.session.check_handshake(frame.split(gathered.reshape(-1), self.session.group.size))
         return np.int8(0)
 
     def _start(self, bucket: int, has_rate: bool, *arrays: Any) -> Any:
@@ -203,7 +224,7 @@ class Program:
         except Exception as error:  # the peers are owed an answer
             session.fail(error)
         session.seconds["encode"] += time.perf_counter() - began
-        return _payload(session.start(bucket, flat, lr))
+        return _payload(session.start(bucket, flat, lr), self._turn)
 
     def _record(self, sent: traffic.Traffic, scales: int, *inputs: Any) -> Any:
         for scale in inputs[:scales]:
@@ -211,10 +232,10 @@ class Program:
         self.session.check_finite(all(map(bool, inputs[scales:])))
         self.session.count(sent)
         self._waits_since, self._decoded_then = time.perf_counter(), self.session.seconds["decode"]
-        return self.session.record()
+        return _turned(self.session.record(), self._turn)
 
     def _agree(self, gathered: Any) -> Any:
-        return np.int8(self.session.agree(frame.split(gathered, self.session.group.size)))
+        return np.int8(self.session.agree(frame.split(gathered.reshape(-1), self.session.group.size)))
 
     def _advance(self, bucket: int, number: int, *reply: Any) -> Any:
         session, size = self.session, self.session.group.size
@@ -222,7 +243,7 @@ class Program:
         request = session.advance(bucket, _reply(stages[number], reply, size)) if session.goes_on else None
         if number + 1 == len(stages):
             return np.int8(0)
-        return _payload(request) if request is not None else _filler(stages[number + 1], size)
+        return _payload(request, self._turn) if request is not None else _filler(stages[number + 1], size, self._turn)
 
     def _finish(self) -> Any:
         session = self.session
@@ -295,19 +316,24 @@ def _types(stage: Stage) -> list[Any]:
     return [tf.uint8, tf.int32] if stage.kind is AllToAll else [tf.uint8]
 
 
-def _payload(request: Collective) -> list[Any]:
+def _turned(payload: Any, turn: int) -> Any:
+    """The bytes of a gather as uint8[n] or uint8[n, 1]."""
+    return payload.reshape(-1, 1) if turn % 2 else payload
+
+
+def _payload(request: Collective, turn: int) -> list[Any]:
     """What goes into Horovod's operation: an array, for an alltoall with the number of bytes for each rank."""
     if isinstance(request, AllReduce):
         return [request.array]
     if isinstance(request, AllToAll):
-        return [np.concatenate(request.payloads), np.array([p.size for p in request.payloads], np.int32)]
-    return [request.payload]
+        return [_turned(np.concatenate(request.payloads), turn), np.array([p.size for p in request.payloads], np.int32)]
+    return [_turned(request.payload, turn)]
 
 
-def _filler(stage: Stage, size: int) -> list[Any]:
+def _filler(stage: Stage, size: int, turn: int) -> list[Any]:
     if stage.kind is AllReduce:
         return [np.zeros(stage.length, stage.dtype)]
-    return _payload(AllToAll([FILLER] * size) if stage.kind is AllToAll else AllGather(FILLER))
+    return _payload(AllToAll([FILLER] * size) if stage.kind is AllToAll else AllGather(FILLER), turn)
 
 
 def _reply(stage: Stage, tensors: Sequence[Any], size: int) -> Any:
@@ -316,5 +342,5 @@ def _reply(stage: Stage, tensors: Sequence[Any], size: int) -> Any:
         return tensors[0]
     if stage.kind is AllToAll:
         received, sizes = tensors
-        return np.split(received, np.cumsum(sizes)[:-1])
-    return frame.split(tensors[0], size)
+        return np.split(received.reshape(-1), np.cumsum(sizes)[:-1])
+    return frame.split(tensors[0].reshape(-1), size)

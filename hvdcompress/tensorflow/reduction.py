@@ -101,6 +101,8 @@ class Reduction:
         """
         if not tf.executing_eagerly():
             return self.build(gradients, treatment, sparse)
+        if not (is_loss_scaled(treatment.optimizer) or self._rescales):  # then any optimizer has the same function
+            treatment = treatment._replace(optimizer=None)
         if treatment not in self._functions:
             build = not_converted(lambda dense, slices: self.build(dense, treatment, slices))
             self._functions[treatment] = tf.function(build, reduce_retracing=True)  # the number of slices differs
@@ -112,7 +114,7 @@ class Reduction:
     def build(self, gradients: Sequence[tf.Tensor], treatment: Treatment, sparse: Sequence[tf.IndexedSlices] = ()) -> Averaged:
         """The same, into the graph that is the default."""
         scale = _loss_scale(treatment.optimizer)
-        lr = _learning_rate(treatment.optimizer) if getattr(self.session.reducer, "rescale", False) else None
+        lr = _learning_rate(treatment.optimizer) if self._rescales else None
         wide = [self._widened(gradient, i, scale) for i, gradient in enumerate(gradients)]
         vectors = [[i for i in self._beside if wide[i].dtype == dtype] for dtype in (tf.float32, tf.float64)]
         vectors = [members for members in vectors if members]
@@ -139,6 +141,11 @@ class Reduction:
         """As `Compressor` has it."""
         sent = self._sent_beside()
         return self.session.predicted_bytes() + sent.wire + (self.session.group.size - 1) * STATUS_BYTES
+
+    @property
+    def _rescales(self) -> bool:
+        """Whether the method asks for the learning rate."""
+        return bool(getattr(self.session.reducer, "rescale", False))
 
     def _widened(self, gradient: tf.Tensor, number: int, scale: tf.Tensor | None) -> tf.Tensor:
         """A gradient in its true unit, float32; float64 if it is, and in no bucket."""

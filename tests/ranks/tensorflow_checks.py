@@ -6,7 +6,7 @@ import csv
 import os
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -1453,6 +1453,46 @@ def what_is_named_goes_out_under_that_name():
     names = [op.name for op in operations]
     assert len(set(names)) == 6 and all(name.startswith("hvdcompress_0_") for name in names), names
     assert_array_equal(*(everyone(names)[i] for i in (0, 1)))
+
+
+@check_on_two
+def eager_steps_are_traced_once_whatever_the_optimizer():
+    """One that is made anew in every epoch would be kept, with its trace, as long as the compressor."""
+    reduced = Reduced(hvc.Compression.dore(block=32))
+    with Traces() as traces:
+        for step in range(4):
+            reduced.optimizer = hvc.DistributedOptimizer(keras.optimizers.SGD(0.1), reduced.compressor)
+            reduced(given_grads(step, RANK))
+    assert traces.count == len(reduced.reduction._functions) == 1, traces.count
+
+
+@check_on_two
+def no_gather_has_the_shape_that_it_had_the_last_time():
+    """Horovod would make it from memory, with a rank that has called `hvd.join()` as well, and never end."""
+    seen = defaultdict(list)
+
+    def watched(operation):
+        def call(tensor, *args, name, **options):
+            looked = tf.numpy_function(lambda array: seen[name].append(array.shape) or array, [tensor], tensor.dtype)
+            return operation(looked, *args, name=name, **options)
+
+        return call
+
+    gather, exchange = hvd.allgather, hvd.alltoall
+    hvd.allgather, hvd.alltoall = watched(gather), watched(exchange)
+    try:
+        for width in (50, 60):
+            v, table = tf.Variable(tf.zeros((40, width))), tf.Variable(tf.zeros((9, 2)))
+            compressor = hvc.Compression.dore(exchange="sharded")
+            for _ in range(4):
+                with tf.GradientTape() as tape:
+                    loss = given_loss([v], [np.ones((40, width), np.float32)]) + tf.reduce_sum(tf.gather(table, [1, 2]))
+                hvc.DistributedGradientTape(tape, compressor).gradient(loss, [v, table])
+    finally:
+        hvd.allgather, hvd.alltoall = gather, exchange
+    assert sorted(map(len, seen.values())) == [2, *[4] * 10], seen  # the handshakes of both; a step has five
+    for name, shapes in seen.items():
+        assert all(a != b for a, b in zip(shapes, shapes[1:])), f"{name}: {shapes}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,15 @@ from hvdcompress import CompressionError
 Check = Callable[[], None]
 
 # The least and the most ranks that a check is for, by the decorator's name.
-FOR_RANKS = {"check": (1, 99), "check_of_one": (1, 1), "check_of_two": (2, 99), "check_of_three": (3, 99), "check_on_two": (2, 2)}
+FOR_RANKS = {
+    "check": (1, 99),
+    "check_of_one": (1, 1),
+    "check_of_two": (2, 99),
+    "check_of_three": (3, 99),
+    "check_on_two": (2, 2),
+    "check_on_three": (3, 3),
+    "check_on_four": (4, 4),
+}
 
 # The papers' methods, by their names in the registry.
 PAPERS = ("sketch", "atomo", "dore")
@@ -49,7 +57,7 @@ def check(function: Check | Each) -> Check | Each:
     return function
 
 
-check_of_one = check_of_two = check_of_three = check_on_two = check
+check_of_one = check_of_two = check_of_three = check_on_two = check_on_three = check_on_four = check
 
 
 def checks_for(script: Path, ranks: int) -> list[str]:

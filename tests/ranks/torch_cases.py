@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
+from collections.abc import Callable
+
 import horovod.torch as hvd
+import numpy as np
+import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 
 import hvdcompress.torch as hvc
+from hvdcompress.core import AllReduce
+from hvdcompress.drivers.simulate import Simulation
 from ranks import torch_checks
-from ranks.harness import check_on_two, each, main, same_bits
-from ranks.torch_checks import SHAPES, Given, given_grads, memory, reduce, wrap
+from ranks.harness import (
+    check_of_one,
+    check_on_four,
+    check_on_three,
+    check_on_two,
+    each,
+    everyone,
+    main,
+    raised_everywhere,
+    same_bits,
+)
+from ranks.torch_checks import SHAPES, Given, forget, given_grads, memory, reduce, wrap
 
 RANK, SIZE = 0, 1  # set when Horovod is
 
@@ -18,10 +37,113 @@ OPTIONS = {
     "atomo": "atomo:budget=0.3,unit=ratio,exchange=allgather",
     "dore": "dore:block=32,exchange=sharded,scales=byte",
 }
+# Nothing of two dimensions is so small that it would travel dense.
+TINY = {"sketch": {"exact_below": 0}, "atomo": {"dense_below": 0}, "dore": {"dense_below": 0}}
+# Nothing is left out but by the arithmetic of the wire.
+LOSSLESS = {
+    "sketch": "sketch:k=1000,columns=64,momentum=0,exact_below=0",
+    "atomo": "atomo:budget=1000,values=float32,exchange=allgather,dense_below=0",
+    "dore": "dore:block=2,alpha=0,eta=0,downlink=identity,exchange=sharded,dense_below=0",
+}
+
+Named = dict[str, torch.Tensor]
 
 
 def compression(method: str, model: torch.nn.Module, **options) -> hvc.Compressor:
     return hvc.Compression.parse(OPTIONS[method], model, **options)
+
+
+def tiny(method: str, model: torch.nn.Module, **options) -> hvc.Compressor:
+    return compression(method, model, **{**TINY[method], **options})
+
+
+def where(method: str, *further: object) -> str:
+    return ", ".join([method, f"{SIZE} ranks", *map(str, further)])
+
+
+class Beside:
+    """A simulation of all ranks, with the tensors and options of a compressor."""
+
+    def __init__(self, compressor: hvc.Compressor, seed: int = 0):
+        self.binding = compressor.binding
+        self.simulation = Simulation(compressor.method, self.binding.layouts, SIZE, seed)
+
+    def step(self, by_rank: list[Named]) -> dict[str, np.ndarray]:
+        """What every parameter's gradient must become: all ranks' in, their mean out."""
+        layouts = self.binding.layouts
+        means = self.simulation.step(
+            [[np.concatenate([np.float32(grads[n]).ravel() for n in layout.names]) for layout in layouts] for grads in by_rank]
+        )
+        outcome = {}
+        for name, parameter, bucket in self.binding.bounds:
+            if bucket is None:
+                mean = sum(grads[name].double() for grads in by_rank).numpy() / SIZE
+            else:
+                mean = means[bucket][layouts[bucket].slices[name]]
+            outcome[name] = mean.reshape(parameter.shape)
+        return outcome
+
+
+def trained(model: torch.nn.Module) -> Named:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def own_grads(model: torch.nn.Module, loss: torch.Tensor) -> Named:
+    """This rank's gradients, without Horovod's hooks; zeros for what is not used."""
+    parameters = trained(model)
+    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads)}
+
+
+def train_beside(
+    method: str, model: torch.nn.Module, compressor: hvc.Compressor, loss: Callable[[int], torch.Tensor], steps: int, **options
+) -> None:
+    """Trains, and compares every step's averaged gradients with those of a simulation, and the ranks' weights at the end."""
+    optimizer, beside, dtypes = wrap(model, compressor, **options), Beside(compressor), {p.dtype for p in model.parameters()}
+    rtol = max(1e-5, *(torch.finfo(dtype).eps for dtype in dtypes))
+    for step in range(steps):
+        expected = beside.step(everyone(own_grads(model, loss(step))))
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.synchronize()
+        for name, p in trained(model).items():
+            told = where(method, name, f"step {step}")
+            assert (p.grad.shape, p.grad.dtype, p.grad.device) == (p.shape, p.dtype, p.device), told
+            assert_allclose(p.grad.double(), expected[name], rtol=rtol, atol=1e-7, err_msg=told)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    finite(model, compressor, method)
+    same_weights(model, method)
+
+
+def loss_of(model: Given, grads: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    return lambda step: model.loss(grads)
+
+
+def bits(model: torch.nn.Module) -> list[bytes]:
+    return [p.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+
+
+def same_weights(model: torch.nn.Module, told: str) -> None:
+    digests = everyone(hashlib.sha256(b"".join(bits(model))).hexdigest())
+    assert len(set(digests)) == 1, f"weights differ between the ranks: {told}"
+
+
+def finite(model: torch.nn.Module, compressor: hvc.Compressor, told: str) -> None:
+    for name, p in model.named_parameters():
+        assert torch.isfinite(p).all() and (p.grad is None or torch.isfinite(p.grad).all()), f"{name}: {told}"
+    for name, array in memory(compressor).items():
+        assert np.isfinite(array).all(), f"memory {name}: {told}"
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def step_of(optimizer, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 @check_on_two
@@ -39,6 +161,218 @@ def one_value_that_is_not_finite_is_forgotten_after_its_step(method):
             assert all(torch.isfinite(g).all() for g in got) == (step != 3), (value, step)
             if step == 3:
                 same_bits(memory(compressor).values(), before.values(), str(value))
+
+
+@check_on_two
+@each
+def a_loop_that_skips_steps_that_are_not_finite_goes_on_with_finite_ones(method):
+    for value in (float("inf"), float("-inf"), float("nan")):
+        torch.manual_seed(1)
+        model, spoilt = torch.nn.Linear(16, 8), torch.zeros(8, 16)
+        model.weight.register_hook(lambda grad: grad + spoilt)  # noqa: B023
+        compressor = tiny(method, model)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), compression=compressor
+        )
+        for step in range(10):
+            told, before = where(method, value, f"step {step}"), memory(compressor) if step else {}
+            spoilt[2, 3] = value if step == 3 and RANK == 1 else 0
+            optimizer.zero_grad()
+            model(randn(8, 16, seed=2 * step + RANK)).square().mean().backward()
+            optimizer.synchronize()
+            usable = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+            assert everyone(usable) == [step != 3] * SIZE, told
+            if usable:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                finite(model, compressor, told)
+            else:
+                same_bits(memory(compressor).values(), before.values(), told)
+        same_weights(model, where(method, value))
+
+
+@check_on_four
+def sums_of_halves_do_not_overflow_before_they_are_averaged():
+    for text, steps, tolerance in (
+        ("sketch:k=256,momentum=0,exact_below=0", 1, 2e-3),
+        ("atomo:budget=16,exchange=allgather,dense_below=0", 1, 2e-3),
+        ("atomo:atoms=entrywise,budget=256,exchange=allgather,dense_below=0", 1, 2e-3),
+        ("dore:block=32,exchange=sharded,dense_below=0", 200, 2e-2),
+    ):
+        large = [torch.full((16, 16), 3e4, dtype=torch.float16)]
+        model, applied = Given((16, 16), dtype=torch.float16), torch.zeros(16, 16, dtype=torch.float64)
+        optimizer = wrap(model, hvc.Compression.parse(text, model))
+        for _ in range(steps):
+            applied += reduce(model, optimizer, large)[0].double()
+        assert_allclose(applied / steps, 3e4, rtol=tolerance, err_msg=text)
+        model = Given((16, 16), dtype=torch.float16)
+        total = reduce(model, wrap(model, hvc.Compression.parse(text, model), op=hvd.Sum), large)[0]
+        assert torch.isinf(total).all() and total.dtype == torch.float16, f"{text}: a sum of 1.2e5 is no half, but {total}"
+
+
+@check_on_four
+def a_sketch_of_halves_is_of_floats():
+    model, sent = Given((16, 16), dtype=torch.float16), []
+    compressor = hvc.Compression.sketch(model, columns=8, k=256, momentum=0, exact_below=0)
+    optimizer = wrap(model, compressor)
+    submit = compressor._transport_in_use.submit
+    compressor._transport.submit = lambda request, name: (sent.append(request), submit(request, name))[1]
+    got = reduce(model, optimizer, [torch.full((16, 16), 3e4, dtype=torch.float16)])
+    table = next(request.array for request in sent if isinstance(request, AllReduce))
+    assert table.dtype == np.float32 and np.abs(table).max() > 65504, f"no bucket sums past the largest half: {table}"
+    assert_allclose(got[0].double(), 3e4, rtol=2e-3)
+    finite(model, compressor, "sketch")
+
+
+@check_on_two
+@each
+def a_rank_or_all_of_them_may_have_nothing_to_send(method):
+    for dtype in (torch.float32, torch.float16):
+        shapes = [(40,), (8, 5), (0, 4)]
+        zeros = [torch.zeros(s, dtype=dtype) for s in shapes]
+        model = Given(*shapes, dtype=dtype)
+        grads = [randn(*s, seed=5, dtype=dtype) for s in shapes] if RANK else zeros
+        train_beside(method, model, tiny(method, model), loss_of(model, grads), 3)
+        model = Given(*shapes, dtype=dtype)
+        compressor = tiny(method, model)
+        optimizer, told = wrap(model, compressor), where(method, dtype)
+        for step in range(3):
+            got = reduce(model, optimizer, zeros)
+            assert [g.shape for g in got] == [z.shape for z in zeros], f"{told}, step {step}"
+            same_bits(got, zeros, f"{told}, step {step}")
+        assert compressor.residual_norm() == 0, told
+        assert not any(array.any() for array in memory(compressor).values()), told
+
+
+class Small(torch.nn.Module):
+    """Parameters of one element and of no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.temperature, self.shift = torch.nn.Parameter(torch.tensor(1.5)), torch.nn.Parameter(torch.zeros(1))
+        self.linear, self.convolution = torch.nn.Linear(3, 1), torch.nn.Conv2d(1, 4, 1, bias=False)
+
+    def forward(self, x):
+        return (self.convolution(self.linear(x)[:, None, None]) * self.temperature + self.shift).square().mean()
+
+
+@check_on_two
+@each
+def scalars_and_tensors_of_one_element_are_averaged(method):
+    for options in ({}, TINY[method]):
+        model = Small()
+        compressor = compression(method, model, **options)
+        train_beside(method, model, compressor, lambda step: model(randn(6, 3, seed=2 * step + RANK)), 5)  # noqa: B023
+        assert model.temperature.grad.shape == (), where(method)
+
+
+@check_on_three
+def codes_of_any_number_of_elements_are_cut_between_three_masters():
+    """Gradients of -1, 0 and 1 are their own codes, both ways: what is cut at a wrong byte, or filled up wrongly, is seen."""
+    generator = torch.Generator().manual_seed(8)
+    for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 1000003):
+        codes = [torch.randint(-1, 2, (1, n), generator=generator).float(), *(torch.full((1, n), c) for c in (-1.0, 0.0, 1.0))]
+        for block, scales in ((1, "float32"), (3, "float32"), (1, "byte")):
+            model = Given((1, n))
+            compressor = hvc.Compression.dore(
+                model, block=block, scales=scales, alpha=0.0, eta=0.0, exchange="sharded", dense_below=0
+            )
+            optimizer = wrap(model, compressor)
+            for code in codes if n < 100 else codes[:1]:
+                got = reduce(model, optimizer, [code])
+                assert_array_equal(got[0], code, f"n={n}, block={block}, scales={scales}")
+                assert not (torch.signbit(got[0]) & (code == 0)).any(), f"n={n}: a zero has become -0"
+
+
+@check_on_two
+@each
+def wide_and_narrow_floats_keep_their_type_and_their_range(method):
+    """Nothing narrower than float32 is on the wire: the error does not depend on a factor beyond the range of halves."""
+    errors = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for scale in (1.0, 1e6, 1e-9):
+            told = where(method, dtype, scale)
+            by_rank = [(scale * randn(64, 48, seed=rank).double()).to(dtype) for rank in range(SIZE)]
+            model = Given((64, 48), dtype=dtype)
+            compressor = compression(method, model)
+            got = reduce(model, wrap(model, compressor), [by_rank[RANK]])[0]
+            assert got.dtype == dtype and got.shape == (64, 48), told
+            assert all(array.dtype in (np.float32, np.float64) for array in memory(compressor).values()), told
+            mean = sum(g.double() for g in by_rank) / SIZE
+            if dtype == torch.float16 and scale > 1:  # the gradient itself is infinite
+                assert not torch.isfinite(got).any(), told
+                continue
+            errors[dtype, scale] = float((got.double() - mean).norm() / mean.norm().clamp_min(1e-300))
+            if dtype != torch.float16:
+                assert_allclose(errors[dtype, scale], errors[dtype, 1.0], rtol=0.05, err_msg=told)
+    for scale in (1.0, 1e6, 1e-9):
+        assert errors[torch.float64, scale] <= 1.0001 * errors[torch.float32, scale], where(method, scale)
+    assert errors[torch.float16, 1e-9] == 0, f"zeros are averaged: {where(method)}"
+
+
+@check_on_three
+@each
+def what_is_averaged_is_the_values_and_not_their_codes(method):
+    """Codes (1, 1, 0) and (-1, -1, 0) of three ranks: their whole-number mean would be 0 and -1."""
+    scale, results = 0.37, {}
+    grads = [torch.tensor([[scale, -scale] if RANK < 2 else [0.0, 0.0]])]
+    for name, options in {"mean": {}, "sum": {"op": hvd.Sum}, "predivided": {"gradient_predivide_factor": 2.0}}.items():
+        model = Given((1, 2))
+        results[name] = reduce(model, wrap(model, hvc.Compression.parse(LOSSLESS[method], model), **options), grads)[0]
+        same_weights(model, where(method, name))
+    assert_allclose(results["mean"], [[scale * 2 / 3, -scale * 2 / 3]], rtol=1e-6, err_msg=where(method))
+    same_bits([results["sum"]], [3 * results["mean"]], where(method, "sum"))
+    assert_allclose(results["predivided"], results["mean"], rtol=1e-6, err_msg=where(method, "predivided"))
+
+
+class Partly(torch.nn.Module):
+    """Twenty layers of twenty shapes that are not used, and one that is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.unused = torch.nn.ModuleList(torch.nn.Linear(5 + i, 9 + 2 * i) for i in range(20))
+        self.used = torch.nn.Linear(40, 30)
+
+    def forward(self, x):
+        return self.used(x).square().mean()
+
+
+@check_on_three
+@each
+def parameters_without_gradients_are_visited_in_one_order_on_all_ranks(method):
+    assert len(set(everyone(hash("the order of a set")))) == SIZE, "the ranks' sets have the same order"
+    strays = [object() for _ in range(1000 * RANK)]
+    model = Partly()
+    before = bits(model.unused)
+    train_beside(method, model, tiny(method, model), lambda step: model(randn(8, 40, seed=3 * step + RANK)), 20)
+    assert bits(model.unused) == before, f"unused weights have moved: {where(method)}"
+    assert len(strays) == 1000 * RANK
+
+
+@check_on_two
+@each
+def an_optimizer_is_wrapped_anew_with_the_same_compressor(method):
+    """Each gradient is compressed once a step, and the memory goes on; the hooks of an optimizer that is kept are found out."""
+    model, twin = Given(*SHAPES), Given(*SHAPES)
+    compressor, other = compression(method, model), compression(method, twin)
+    once = wrap(twin, other)
+    compress, calls = compressor.compress, []
+    compressor.compress = lambda tensor: (calls.append(tensor.shape), compress(tensor))[1]
+    for epoch in range(3):
+        optimizer = None
+        gc.collect()  # Horovod's optimizers are cycles, and their hooks stay as long as they do
+        optimizer = wrap(model, compressor)
+        for step in range(5 * epoch, 5 * epoch + 5):
+            calls.clear()
+            got = reduce(model, optimizer, given_grads(step, RANK))
+            assert sorted(calls) == sorted(p.shape for p in model.weights), where(method, f"step {step}")
+            same_bits(got, reduce(twin, once, given_grads(step, RANK)), where(method, f"step {step}"))
+    assert compressor.stats().steps == 15, where(method)
+    same_weights(model, where(method))
+    kept, optimizer = optimizer, wrap(model, compressor)
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "", error=Exception)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import itertools
 import math
 import sys
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ class Compressor:
         self._changes: dict[str, Any] = {}  # of the method's options
         self._to_load: Mapping[str, Any] | None = None
         self._order: list[int] = []  # in which the gradients of the last step came
+        self._caller = _reference(None)  # Horovod's optimizer, which began the step
         self._status: Handle | None
         self._ended: bool
         self._begin_step()
@@ -110,7 +112,10 @@ class Compressor:
             return self._token(), REFUSED
         session = self._connect()
         if number in self._arrived:  # a backward pass was given up: the gradients come anew
+            self._check_caller()
             self._restart(session)
+        if not self._arrived:
+            self._caller = _reference(_calling_optimizer(self))
         self._arrived[number] = None
         bound = self.binding.bounds[number]
         handed = self._take(bound, tensor, session)
@@ -130,7 +135,7 @@ class Compressor:
         if ctx is None:
             return tensor
         if self._failure is not None:
-            raise CompressionError(f"the step has failed already: {self._failure}") from self._failure
+            raise CompressionError(f"the step has failed already: {self._failure}")
         factor = adapter.factor_of(tensor[-2:].tolist(), self._set.size())
         if not self._ended:
             self._end_step()
@@ -212,8 +217,17 @@ class Compressor:
         self._pending: dict[int, Handle] = {}
         self._status = None
         self._means: list[Array] | None = None
-        self._failure: Exception | None = None
+        self._failure: str | None = None  # no exception: its traceback would keep the step's graph, and so Horovod's hooks
         self._ended = False
+
+    def _check_caller(self) -> None:
+        """Raises if a gradient came twice since the hooks of two optimizers are at work, which Horovod would not tell in time."""
+        before = self._caller()
+        if before is not None and before is not _calling_optimizer(self):
+            raise CompressionError(
+                "two of Horovod's optimizers average the same parameters: one that was wrapped before is still in memory, with "
+                "its hooks; wrap once, or `del optimizer; gc.collect()` before it is done anew"
+            )
 
     def _restart(self, session: Session) -> None:
         for handle in (*self._pending.values(), *([self._status] if self._status else ())):
@@ -309,7 +323,7 @@ class Compressor:
         try:
             self._means = self._wind_up(self._connect())
         except Exception as error:
-            self._failure = error
+            self._failure = str(error)
             raise
         finally:
             self._pending, self._status = {}, None
@@ -319,7 +333,7 @@ class Compressor:
         if self._greeting is not None:
             greeting, self._greeting = self._greeting, None
             session.check_handshake(transport.wait(greeting))
-        missing = self.binding.missing(self._arrived)
+        missing = self.binding.missing(self._arrived) or _unhooked(_calling_optimizer(self))
         if missing is not None:
             session.fail(missing)
         for bucket in range(len(self._flat)):
@@ -338,10 +352,29 @@ class Compressor:
 
 def _calling_optimizer(compressor: Compressor) -> torch.optim.Optimizer | None:
     """Horovod's optimizer, which is on the stack when it calls `compress` or `decompress`, and is handed over nowhere."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe(1)  # not our own: its f_locals would hold itself, and so the caller's tensors
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, torch.optim.Optimizer) and getattr(caller, "_compression", None) is compressor:
             return caller
         frame = frame.f_back
+    return None
+
+
+def _reference(optimizer: torch.optim.Optimizer | None) -> Callable[[], torch.optim.Optimizer | None]:
+    """One that does not keep it, and its hooks, in memory."""
+    return weakref.ref(optimizer) if optimizer is not None else lambda: None
+
+
+def _unhooked(optimizer: torch.optim.Optimizer | None) -> CompressionError | None:
+    """An error if the optimizer trains what Horovod does not average, since it was added, or thawed, after it was wrapped."""
+    hooked = getattr(optimizer, "_requires_update", None)
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None and hooked is not None else ()):
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter not in hooked:
+                return CompressionError(
+                    f"a parameter of shape {list(parameter.shape)} in group {number} of the optimizer requires a gradient, and "
+                    "did not when Horovod wrapped the optimizer: its gradients would not be averaged; make the compressor and "
+                    "hvd.DistributedOptimizer anew"
+                )
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import random
 from collections.abc import Callable
 
 import horovod.torch as hvd
@@ -146,6 +147,19 @@ def step_of(optimizer, loss: torch.Tensor) -> None:
     optimizer.step()
 
 
+def collect() -> None:
+    """Frees Horovod's optimizers that nothing refers to, and their hooks; after an error the step's graph has to go first."""
+    for _ in range(2):
+        gc.collect()
+
+
+def give_up(optimizer) -> None:
+    """Leaves a step: what Horovod has under way comes to its end, under names that the next step uses again."""
+    for handle, _ in optimizer._handles.values():
+        hvd.synchronize(handle)
+    forget(optimizer)
+
+
 @check_on_two
 @each
 def one_value_that_is_not_finite_is_forgotten_after_its_step(method):
@@ -169,7 +183,7 @@ def a_loop_that_skips_steps_that_are_not_finite_goes_on_with_finite_ones(method)
     for value in (float("inf"), float("-inf"), float("nan")):
         torch.manual_seed(1)
         model, spoilt = torch.nn.Linear(16, 8), torch.zeros(8, 16)
-        model.weight.register_hook(lambda grad: grad + spoilt)  # noqa: B023
+        model.weight.register_hook(lambda grad: grad + spoilt)
         compressor = tiny(method, model)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), compression=compressor
@@ -263,7 +277,7 @@ def scalars_and_tensors_of_one_element_are_averaged(method):
     for options in ({}, TINY[method]):
         model = Small()
         compressor = compression(method, model, **options)
-        train_beside(method, model, compressor, lambda step: model(randn(6, 3, seed=2 * step + RANK)), 5)  # noqa: B023
+        train_beside(method, model, compressor, lambda step: model(randn(6, 3, seed=2 * step + RANK)), 5)
         assert model.temperature.grad.shape == (), where(method)
 
 
@@ -362,7 +376,7 @@ def an_optimizer_is_wrapped_anew_with_the_same_compressor(method):
     compressor.compress = lambda tensor: (calls.append(tensor.shape), compress(tensor))[1]
     for epoch in range(3):
         optimizer = None
-        gc.collect()  # Horovod's optimizers are cycles, and their hooks stay as long as they do
+        collect()
         optimizer = wrap(model, compressor)
         for step in range(5 * epoch, 5 * epoch + 5):
             calls.clear()
@@ -371,8 +385,169 @@ def an_optimizer_is_wrapped_anew_with_the_same_compressor(method):
             same_bits(got, reduce(twin, once, given_grads(step, RANK)), where(method, f"step {step}"))
     assert compressor.stats().steps == 15, where(method)
     same_weights(model, where(method))
-    kept, optimizer = optimizer, wrap(model, compressor)
-    raised_everywhere(lambda: reduce(model, optimizer, given_grads(0, RANK)), "", error=Exception)
+    both = [optimizer, wrap(model, compressor)]
+    raised_everywhere(lambda: reduce(model, both[1], given_grads(0, RANK)), "two of Horovod's optimizers", "gc.collect()")
+
+
+@check_on_two
+@each
+def layers_are_thawed_and_the_optimizer_wrapped_anew(method):
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
+    body, head = model
+    body.requires_grad_(False)
+    base = torch.optim.SGD(head.parameters(), lr=0.1)
+
+    def wrapped(compressor):
+        return hvd.DistributedOptimizer(base, named_parameters=model.named_parameters(), compression=compressor)
+
+    def loss(step):
+        return model(randn(8, 40, seed=2 * step + RANK)).square().mean()
+
+    optimizer, before = wrapped(tiny(method, model)), bits(body)
+    for step in range(5):
+        step_of(optimizer, loss(step))
+    assert bits(body) == before, f"frozen weights have moved: {where(method)}"
+    body.requires_grad_(True)
+    optimizer.add_param_group({"params": list(body.parameters())})
+    raised_everywhere(lambda: step_of(optimizer, loss(5)), "not when Horovod wrapped the optimizer", "anew")
+    assert bits(body) == before, where(method)
+    optimizer = None
+    collect()
+    model.zero_grad()
+    base.add_param_group({"params": list(body.parameters())})
+    optimizer = wrapped(tiny(method, model))
+    for step in range(6, 11):
+        step_of(optimizer, loss(step))
+    assert all(now != then for now, then in zip(bits(body), before)), f"thawed weights have not moved: {where(method)}"
+    same_weights(model, where(method))
+
+
+@check_on_two
+@each
+def a_layer_of_another_size_under_the_same_name_starts_without_memory(method):
+    def model_of(words):
+        torch.manual_seed(5)
+        return torch.nn.ModuleDict({"words": torch.nn.Embedding(words, 4), "out": torch.nn.Linear(4, 6)})
+
+    def loss(step):
+        return model["out"](model["words"](torch.arange(6) + step % 3)).square().mean() * (1 + RANK)
+
+    model = model_of(10)
+    compressor = tiny(method, model)
+    optimizer = wrap(model, compressor)
+    for step in range(3):
+        step_of(optimizer, loss(step))
+    saved = compressor.state_dict()
+    resized = model_of(12)["words"].weight.data
+    in_place, model["words"].weight.data, model["words"].weight.grad = model["words"].weight.data, resized, None
+    raised_everywhere(lambda: step_of(optimizer, loss(0)), "[10, 4]", "[12, 4]", error=RuntimeError)
+    give_up(optimizer)
+    model["words"].weight.data = in_place
+
+    model = model_of(12)
+    stale = wrap(model, compressor)
+    raised_everywhere(lambda: step_of(stale, loss(0)), "belongs to none of the")
+    give_up(stale)
+    model = model_of(12)
+    restored = tiny(method, model)
+    restored.load_state_dict(saved)
+    optimizer = wrap(model, restored)
+    raised_everywhere(lambda: step_of(optimizer, loss(0)), "saved memory")
+    model = model_of(12)
+    fresh = tiny(method, model)
+    train_beside(method, model, fresh, loss, 3)
+
+
+@check_on_two
+@each
+def a_parameter_that_is_used_more_than_once_has_one_gradient(method):
+    torch.manual_seed(6)
+    tied = torch.nn.ModuleDict({"words": torch.nn.Embedding(50, 16), "out": torch.nn.Linear(16, 50, bias=False)})
+    tied["out"].weight = tied["words"].weight
+    thrice = torch.nn.Linear(16, 16)
+
+    def tied_loss(step):
+        return tied["out"](tied["words"](torch.arange(8) + 5 * step + RANK)).square().mean()
+
+    def thrice_loss(step):
+        return thrice(thrice(thrice(randn(8, 16, seed=2 * step + RANK)))).square().mean()
+
+    for model, loss in ((tied, tied_loss), (thrice, thrice_loss)):
+        compressor = tiny(method, model)
+        compress, calls = compressor.compress, []
+        compressor.compress = lambda tensor, compress=compress, calls=calls: (calls.append(tensor.shape), compress(tensor))[1]
+        train_beside(method, model, compressor, loss, 4)
+        assert len(calls) == 4 * len(list(model.parameters())), where(method, calls)
+
+
+@check_on_two
+@each
+def two_backward_passes_before_a_step_are_one_gradient_where_horovod_is_told(method):
+    results = []
+    for passes in (1, 2):
+        model = Given(*SHAPES)
+        compressor = compression(method, model)
+        optimizer = wrap(model, compressor, backward_passes_per_step=passes)
+        for step in range(3):
+            losses = [model.loss([torch.round(8 * g) for g in given_grads(10 * step + i, RANK)]) for i in range(2)]
+            optimizer.zero_grad()
+            if passes == 1:
+                sum(losses).backward()
+            else:
+                losses[0].backward(retain_graph=True)
+                losses[1].backward()
+            optimizer.step()
+        assert compressor.stats().steps == 3, where(method)
+        results.append(bits(model))
+        same_weights(model, where(method))
+    assert results[0] == results[1], where(method)
+
+
+@check_on_two
+@each
+def two_backward_passes_before_a_step_are_an_error_where_horovod_is_not_told(method):
+    """An error on every rank, after which both can begin the step anew."""
+    results = []
+    for twice in (False, True):
+        model = Given(*SHAPES)
+        optimizer = wrap(model, compression(method, model))
+        reduce(model, optimizer, given_grads(0, RANK))
+        if twice:
+            loss = model.loss(given_grads(1, RANK))
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            raised_everywhere(loss.backward, "backward_passes_per_step", error=AssertionError)
+            give_up(optimizer)
+        results.append(reduce(model, optimizer, given_grads(2, RANK)))
+    same_bits(*results, where(method))
+
+
+@check_on_two
+@each
+def gradients_are_cleared_in_any_way(method):
+    """In place, by None, or by hand in random order: nothing is known by where a gradient lies."""
+    chance, results = random.Random(RANK), []
+    for way in ("in place", "none", "by hand"):
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Tanh(), torch.nn.Linear(20, 30))
+        compressor, trajectory, strays = tiny(method, model), [], []
+        optimizer = wrap(model, compressor)
+        for step in range(20):
+            model(randn(8, 30, seed=2 * step + RANK)).square().mean().backward()
+            optimizer.step()
+            if way == "by hand":
+                for p in chance.sample(list(model.parameters()), k=4):
+                    p.grad = None
+                    strays = [torch.zeros(chance.choice([(20, 30), (30,), (20,)])) for _ in range(2)]
+            else:
+                model.zero_grad(set_to_none=way == "none")
+            trajectory += bits(model)
+        assert len(strays) == (2 if way == "by hand" else 0)
+        assert len(compressor.binding.bounds) == 4 and compressor.stats().steps == 20, where(method, way)
+        results.append((trajectory, sorted(memory(compressor))))
+        same_weights(model, where(method, way))
+    assert results[0] == results[1] == results[2], where(method)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,22 @@ import re
 import pytest
 from conftest import RANKS
 from launch import mpirun
+from ranks.harness import PAPERS
 
 
 @pytest.mark.parametrize(
     ("fault", "told", "beside"),
     [
         ("no_compression_on_one_rank", "Mismatched ALLREDUCE tensor shapes", "is the same compression= given on every rank"),
-        ("join", r"hvd\.join\(\)|Horovod has been shut down", ""),
-        ("join_before_the_first_step", r"hvd\.join\(\)|Horovod has been shut down", ""),
+        *(
+            (f"{fault} {method}", r"hvd\.join\(\)|Horovod has been shut down", "")
+            for fault in ("join", "join_before_the_first_step")
+            for method in PAPERS
+        ),
     ],
 )
 def test_faults_that_end_a_job(fault: str, told: str, beside: str) -> None:
-    done = mpirun(2, RANKS / "torch_faults.py", fault, timeout=60, HVDCOMPRESS_HANDSHAKE_SECONDS="2")
+    done = mpirun(2, RANKS / "torch_faults.py", *fault.split(), timeout=60, HVDCOMPRESS_HANDSHAKE_SECONDS="2")
     endings = re.findall(r"rank \d ended after [\d.]+ s: (.*)", done.stdout)
     assert len(endings) == 2, done.stdout
     assert all(re.search(told, ending) for ending in endings), done.stdout

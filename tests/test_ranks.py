@@ -11,7 +11,7 @@ SCRIPTS = {  # with the numbers of ranks, and the seconds that all checks on one
     "torch_checks.py": ((1, 2, 3, 4), 200.0),
     "tensorflow_checks.py": ((1, 2, 3), 280.0),
     "framework_checks.py": ((1, 2, 3), 100.0),
-    "torch_cases.py": ((2,), 100.0),
+    "torch_cases.py": ((1, 2, 3, 4), 200.0),
 }
 SLOW = {("framework_checks.py", 1), ("framework_checks.py", 3)}
 

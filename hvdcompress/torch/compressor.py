@@ -368,8 +368,8 @@ def _reference(optimizer: torch.optim.Optimizer | None) -> Callable[[], torch.op
 
 def _unhooked(optimizer: torch.optim.Optimizer | None) -> CompressionError | None:
     """An error if the optimizer trains what Horovod does not average, since it was added, or thawed, after it was wrapped."""
-    hooked = getattr(optimizer, "_requires_update", None)
-    for number, group in enumerate(optimizer.param_groups if optimizer is not None and hooked is not None else ()):
+    hooked: set[torch.Tensor] = getattr(optimizer, "_requires_update", set())
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None and hooked else ()):
         for parameter in group["params"]:
             if parameter.requires_grad and parameter not in hooked:
                 return CompressionError(

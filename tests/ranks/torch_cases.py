@@ -611,7 +611,7 @@ def what_is_small_is_applied_in_the_end():
         model = Given((2, 2))
         compressor = hvc.Compression.parse(text, model)
         optimizer, beside, total = wrap(model, compressor), Beside(compressor), np.zeros((2, 2))
-        for step in range(1, 601):
+        for step in range(1, 301):
             told, mean = f"{text}, step {step}", beside.step([{"weights.0": gradient}] * SIZE)["weights.0"]
             if step <= 150:  # from then on the simulation, which has the same bits, is enough
                 same_bits(reduce(model, optimizer, [gradient]), [mean], told)

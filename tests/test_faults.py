@@ -15,12 +15,15 @@ from ranks.harness import PAPERS
     ("fault", "told", "beside"),
     [
         ("no_compression_on_one_rank", "Mismatched ALLREDUCE tensor shapes", "is the same compression= given on every rank"),
-        ("join", r"hvd\.join\(\)|Horovod has been shut down", ""),
-        ("join_before_the_first_step", r"hvd\.join\(\)|Horovod has been shut down", ""),
+        *(
+            (f"{fault} {method}", r"hvd\.join\(\)|Horovod has been shut down", "")
+            for fault in ("join", "join_before_the_first_step")
+            for method in PAPERS
+        ),
     ],
 )
 def test_faults_that_end_a_job(fault: str, told: str, beside: str) -> None:
-    done = mpirun(2, RANKS / "torch_faults.py", fault, timeout=60, HVDCOMPRESS_HANDSHAKE_SECONDS="2")
+    done = mpirun(2, RANKS / "torch_faults.py", *fault.split(), timeout=60, HVDCOMPRESS_HANDSHAKE_SECONDS="2")
     assert all(re.search(told, ending) for ending in endings_of(done)), done.stdout
     assert beside in done.stdout, done.stdout
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from conftest import RANKS, Run
-from ranks.harness import checks_for
+from launch import ROOT, mpirun
+from ranks.harness import PAPERS, checks_for
 
 SCRIPTS = {  # with the numbers of ranks, and the seconds that all checks on one of them may take: twice what they do
     "mpi_checks.py": ((1, 3), 60.0),
@@ -12,7 +19,7 @@ SCRIPTS = {  # with the numbers of ranks, and the seconds that all checks on one
     "tensorflow_checks.py": ((1, 2, 3), 280.0),
     "tensorflow_cases.py": ((1, 2, 3), 180.0),
     "framework_checks.py": ((1, 2, 3), 100.0),
-    "torch_cases.py": ((2,), 100.0),
+    "torch_cases.py": ((1, 2, 3, 4), 200.0),
 }
 SLOW = {("framework_checks.py", 1), ("framework_checks.py", 3)}
 
@@ -31,3 +38,18 @@ def test_on_ranks(run_checks: Run, script: str, ranks: int, check: str) -> None:
     assert len(results) == ranks
     for rank, result in enumerate(results):
         assert result.get(check) == "ok", f"rank {rank}: {result.get(check, 'was not begun')}\n{output[-3000:]}"
+
+
+@pytest.mark.parametrize("method", PAPERS)
+def test_runs_are_the_same_bit_for_bit_where_nothing_is_fused(tmp_path: Path, method: str) -> None:
+    check = f"draws_are_shared_and_are_no_others[{method}]"
+    done = mpirun(3, RANKS / "torch_cases.py", tmp_path, check, timeout=60, HOROVOD_FUSION_THRESHOLD="0")
+    for rank in range(3):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {check: "ok"}, f"rank {rank}: {done.stdout[-3000:]}"
+
+
+def test_one_process_needs_no_mpirun(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    subprocess.run([sys.executable, RANKS / "torch_cases.py", tmp_path], check=True, timeout=100, env=environment)
+    results = json.loads((tmp_path / "0.json").read_text())
+    assert results and set(results.values()) == {"ok"}, results

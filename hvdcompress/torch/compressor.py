@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -97,6 +98,7 @@ class Compressor:
         self._to_load: Mapping[str, Any] | None = None
         self._to_tell: CompressionError | None = None  # in the next step, to every rank
         self._order: list[int] = []  # in which the gradients of the last step came
+        self._caller: weakref.ref[torch.optim.Optimizer] | None = None  # Horovod's, which began the step
         self._status: Handle | None
         self._ended: bool
         self._begin_step()
@@ -118,10 +120,14 @@ class Compressor:
             self.meet_again()  # elastic Horovod has taken ranks away, and gone on
         session = self._connect()
         if self._given_up(number):
+            self._check_caller()
             self._restart(session)
-        if not self._arrived and self._scaler is not None:
-            self._scale = float(self._scaler.get_scale())
-            session.agree_on("loss scale", self._scale)
+        if not self._arrived:
+            caller = _calling_optimizer(self)
+            self._caller = weakref.ref(caller) if caller is not None else None
+            if self._scaler is not None:
+                self._scale = float(self._scaler.get_scale())
+                session.agree_on("loss scale", self._scale)
         self._arrived[number] = None
         bound = self.binding.bounds[number]
         handed = self._take(bound, tensor, session)
@@ -141,7 +147,7 @@ class Compressor:
         if ctx is None:
             return tensor
         if self._failure is not None:
-            raise CompressionError(f"the step has failed already: {self._failure}") from self._failure
+            raise CompressionError(f"the step has failed already: {self._failure}")
         factor = adapter.factor_of(tensor[-2:].tolist(), self._set.size())
         if not self._ended:
             self._end_step(factor)
@@ -222,7 +228,7 @@ class Compressor:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: the options and the memory, of which every rank has its own; nothing of what is going on."""
         own = {**self.__dict__, "_session": None, "_transport": None, "_greeting": None, "_to_load": self.state_dict() or None}
-        return {**own, "_pending": {}, "_status": None, "_means": None, "_arrived": {}, "_ended": True}
+        return {**own, "_caller": None, "_pending": {}, "_status": None, "_means": None, "_arrived": {}, "_ended": True}
 
     # A step
 
@@ -232,7 +238,7 @@ class Compressor:
         self._pending: dict[int, Handle] = {}
         self._status = None
         self._means: list[Array] | None = None
-        self._failure: Exception | None = None
+        self._failure: str | None = None  # no exception: its traceback would keep the step's graph, and so Horovod's hooks
         self._ended = False
 
     def _given_up(self, number: int) -> bool:
@@ -246,6 +252,15 @@ class Compressor:
             return False
         handle, _ = optimizer._handles.get(groups.get(last, last), (None, None))  # type: ignore[attr-defined]
         return handle is None
+
+    def _check_caller(self) -> None:
+        """Raises if a gradient came twice since the hooks of two optimizers are at work, which Horovod would not tell in time."""
+        before = self._caller() if self._caller is not None else None
+        if before is not None and before is not _calling_optimizer(self):
+            raise CompressionError(
+                "two of Horovod's optimizers average the same parameters: one that was wrapped before is still in memory, with "
+                "its hooks; wrap once, or `del optimizer; gc.collect()` before it is done anew"
+            )
 
     def _restart(self, session: Session) -> None:
         """Begins the step anew. What was submitted is left behind: a rank that has come less far never answers it."""
@@ -380,7 +395,7 @@ class Compressor:
         try:
             self._means = self._wind_up(self._connect(), factor)
         except Exception as error:
-            self._failure = error
+            self._failure = str(error)
             raise
         finally:
             self._pending, self._status = {}, None
@@ -390,7 +405,7 @@ class Compressor:
         if self._greeting is not None:
             greeting, self._greeting = self._greeting, None
             session.check_handshake(transport.wait(greeting))
-        missing = self.binding.missing(self._arrived)
+        missing = self.binding.missing(self._arrived) or _unhooked(_calling_optimizer(self))
         if missing is not None:
             session.fail(missing)
         for bucket in range(len(self._flat)):
@@ -410,10 +425,24 @@ class Compressor:
 
 def _calling_optimizer(compressor: Compressor) -> torch.optim.Optimizer | None:
     """Horovod's optimizer, which is on the stack when it calls `compress` or `decompress`, and is handed over nowhere."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe(1)  # not our own: its f_locals would hold itself, and so the caller's tensors
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, torch.optim.Optimizer) and getattr(caller, "_compression", None) is compressor:
             return caller
         frame = frame.f_back
+    return None
+
+
+def _unhooked(optimizer: torch.optim.Optimizer | None) -> CompressionError | None:
+    """An error if the optimizer trains what Horovod does not average, since it was added, or thawed, after it was wrapped."""
+    hooked: set[torch.Tensor] = getattr(optimizer, "_requires_update", set())
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None and hooked else ()):
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter not in hooked:
+                return CompressionError(
+                    f"a parameter of shape {list(parameter.shape)} in group {number} of the optimizer requires a gradient, and "
+                    "did not when Horovod wrapped the optimizer: its gradients would not be averaged; make the compressor and "
+                    "hvd.DistributedOptimizer anew"
+                )
     return None

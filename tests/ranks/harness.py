@@ -28,6 +28,7 @@ FOR_RANKS = {
     "check_of_three": (3, 99),
     "check_on_two": (2, 2),
     "check_on_three": (3, 3),
+    "check_on_four": (4, 4),
 }
 
 # The papers' methods, by their names in the registry.
@@ -56,7 +57,7 @@ def check(function: Check | Each) -> Check | Each:
     return function
 
 
-check_of_one = check_of_two = check_of_three = check_on_two = check_on_three = check
+check_of_one = check_of_two = check_of_three = check_on_two = check_on_three = check_on_four = check
 
 
 def checks_for(script: Path, ranks: int) -> list[str]:

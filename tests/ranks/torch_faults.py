@@ -29,13 +29,13 @@ def no_compression_on_one_rank(model: torch.nn.Module) -> None:
     train(model, optimizer_of(model, compression), 2)
 
 
-def join(model: torch.nn.Module) -> None:
-    train(model, optimizer_of(model, hvc.Compression.dore(model)), 5 if hvd.rank() == 0 else 3)
+def join(model: torch.nn.Module, method: str) -> None:
+    train(model, optimizer_of(model, hvc.Compression.parse(method, model)), 5 if hvd.rank() == 0 else 3)
     hvd.join()
 
 
-def join_before_the_first_step(model: torch.nn.Module) -> None:
-    train(model, optimizer_of(model, hvc.Compression.dore(model)), 5 if hvd.rank() == 0 else 0)
+def join_before_the_first_step(model: torch.nn.Module, method: str) -> None:
+    train(model, optimizer_of(model, hvc.Compression.parse(method, model)), 5 if hvd.rank() == 0 else 0)
     hvd.join()
 
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     started = time.monotonic()
     try:
-        globals()[sys.argv[1]](torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 3)))
+        globals()[sys.argv[1]](torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 3)), *sys.argv[2:])
         ending = "no error"
     except Exception as error:
         ending = f"{type(error).__name__}: {error}"

@@ -1,7 +1,12 @@
-"""Executes collectives with Horovod's PyTorch operations, under names of the compressor's own."""
+"""Executes collectives with Horovod's PyTorch operations, under names of the compressor's own.
+
+Horovod remembers what the ranks have agreed on of an allgather or alltoall, and then makes it with a rank that has called
+`hvd.join()` too, where it never ends; what it has to agree on it refuses. So none has the shape that it had the last time.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -32,6 +37,7 @@ class Transport:
     def __init__(self, prefix: str, process_set: Any):
         self._prefix, self._set = prefix, process_set
         self._renewed = 0
+        self._turns: dict[str, int] = defaultdict(int)
         self._left: list[Handle] = []  # Horovod may still read their buffers
 
     def leave_behind(self, handles: Iterable[Handle]) -> None:
@@ -46,11 +52,12 @@ class Transport:
             array = torch.from_numpy(request.array)
             operation = {"sum": hvd.Sum, "max": hvd.Max}[request.op]
             return Handle(request, hvd.allreduce_async(array, op=operation, **where), (array,))
+        turn = self._turns[name] = 1 - self._turns[name]
         if isinstance(request, AllToAll):
-            sent = torch.from_numpy(np.concatenate(request.payloads))
+            sent = _turned(torch.from_numpy(np.concatenate(request.payloads)), turn)
             splits = torch.tensor([p.size for p in request.payloads], dtype=torch.int32)
             return Handle(request, hvd.alltoall_async(sent, splits, **where), (sent, splits))
-        payload = torch.from_numpy(request.payload)
+        payload = _turned(torch.from_numpy(request.payload), turn)
         return Handle(request, hvd.allgather_async(payload, **where), (payload,))
 
     def done(self, handle: Handle) -> bool:
@@ -71,5 +78,10 @@ class Transport:
             return reply.numpy()
         if isinstance(handle.request, AllToAll):
             received, sizes = reply
-            return np.split(received.numpy(), np.cumsum(sizes.numpy())[:-1])
-        return frame.split(reply.numpy(), self._set.size())
+            return np.split(received.numpy().reshape(-1), np.cumsum(sizes.numpy())[:-1])
+        return frame.split(reply.numpy().reshape(-1), self._set.size())
+
+
+def _turned(payload: torch.Tensor, turn: int) -> torch.Tensor:
+    """uint8[n] or uint8[n, 1]."""
+    return payload.reshape(-1, 1) if turn else payload

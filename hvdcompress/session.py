@@ -70,6 +70,8 @@ class Record(NamedTuple):
         if len(payload) < RECORD.size:
             raise PayloadError(f"the status record from rank {sender} has {len(payload)} bytes, less than {RECORD.size}")
         status, step, digest = RECORD.unpack(payload[: RECORD.size])
+        if status not in (OK, NONFINITE, ERROR):
+            raise PayloadError(f"the status record from rank {sender} has the status {status}, which is none")
         return cls(status, step, digest, payload[RECORD.size :].decode(errors="replace"))
 
 
@@ -231,7 +233,7 @@ class Session:
         texts = [record.text for record in self._read(records, first=True)]
         for rank, text in enumerate(texts):
             if text != texts[0]:
-                difference = _difference(json.loads(texts[0]), json.loads(text))
+                difference = _difference(_said(texts[0], 0), _said(text, rank))
                 raise MismatchError(f"ranks 0 and {rank} differ in {difference}: give every rank the same")
         self.met = True
 
@@ -446,6 +448,19 @@ def _facts(reducer: Reducer, layouts: Sequence[Layout], group: Group) -> dict[st
     for layout in layouts:
         for name, shape in zip(layout.names, layout.shapes):
             facts[f"tensor {name}"] = f"{list(shape)} in bucket {layout.bucket}"
+    return facts
+
+
+def _said(handshake: str, rank: int) -> dict[str, str]:
+    try:
+        facts = json.loads(handshake)
+    except (ValueError, RecursionError):
+        facts = None
+    if not isinstance(facts, dict):
+        raise PayloadError(
+            f"the handshake from rank {rank} does not decode, it begins with {handshake[:60]!r}: install one version of "
+            "hvdcompress everywhere"
+        )
     return facts
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from hvdcompress import Dense, Group, Layout, SketchedSGD
+from hvdcompress import Dense, Group, Layout, SketchedSGD, make
 from hvdcompress.drivers.simulate import Simulation
 from hvdcompress.sketch import CountSketch, heavymix, squared_norm, tile_for
 
@@ -283,6 +283,19 @@ def test_a_sum_that_overflows_is_abandoned_by_all() -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         assert simulation.step_each(largest) == [None, None]
     assert not simulation.arrays(0)["v"].any()
+
+
+def test_a_cell_of_fetchsgd_that_overflows_is_abandoned_by_all_though_the_medians_are_finite() -> None:
+    layout, rng, abandoned = Layout.of([("w", (10, 12))]), np.random.default_rng(0), 0
+    for seed in range(20):
+        simulation = Simulation(make("fetchsgd:k=1,rows=3,columns=40,exact_below=0"), layout, 2, seed)
+        for _ in range(6):
+            with np.errstate(over="ignore", invalid="ignore"):
+                given = [[(2e37 * rng.normal(size=120)).astype(np.float32)] for _ in range(2)]
+                results = simulation.step_each(given)
+            abandoned += results == [None, None]
+            assert all(np.isfinite(a).all() for rank in range(2) for a in simulation.arrays(rank).values()), f"seed {seed}"
+    assert abandoned, "nothing has overflowed"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ ADDRESS = frame.Address(frame.STATUS, 0, 0, 0)
 # What a rank that has failed contributes to an allreduce: reducers see it in the result. A sum of integers has none, and
 # so must count its ranks; a maximum need not see NaN.
 SPOILT = {("float32", "sum"): np.nan, ("float32", "max"): np.inf, ("int32", "sum"): 0}
+MOST = (1 << 31) - 1  # Horovod and MPI count in 32 bits: the elements of an allreduce, and the bytes of what is gathered
 STATUS_BYTES = frame.HEADER.size + RECORD.size  # of a record without text
 
 
@@ -70,6 +71,8 @@ class Record(NamedTuple):
         if len(payload) < RECORD.size:
             raise PayloadError(f"the status record from rank {sender} has {len(payload)} bytes, less than {RECORD.size}")
         status, step, digest = RECORD.unpack(payload[: RECORD.size])
+        if status not in (OK, NONFINITE, ERROR):
+            raise PayloadError(f"the status record from rank {sender} has the status {status}, which is none")
         return cls(status, step, digest, payload[RECORD.size :].decode(errors="replace"))
 
 
@@ -108,6 +111,7 @@ class Session:
 
     def __init__(self, reducer: Reducer, layouts: Sequence[Layout], group: Group, facts: Mapping[str, str] | None = None):
         self.reducer, self.layouts, self.group = reducer, list(layouts), group
+        _check_stages(reducer, self.layouts, group)
         self.states: list[State] = [reducer.init(layout, group) for layout in self.layouts]
         self.facts = {**_facts(reducer, self.layouts, group), **(facts or {})}
         self._facts_digest = hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
@@ -170,6 +174,7 @@ class Session:
         if self.begun:
             raise CompressionError("options can be changed between steps only")
         reducer = with_options(self.reducer, options)
+        _check_stages(reducer, self.layouts, self.group)
         for state in self.states:
             new = reducer.init(state.layout, self.group)
             kinds = [
@@ -364,6 +369,7 @@ class Session:
         if self._failure is None:
             try:
                 request = run.reduction.send(reply)
+                _check_size(request, self.group.size)
             except StopIteration as stop:
                 run.outcome = stop.value
             except Exception as error:  # whatever it is, the peers are owed an answer
@@ -426,6 +432,28 @@ class Session:
         return records
 
 
+def _check_stages(reducer: Reducer, layouts: Sequence[Layout], group: Group) -> None:
+    """Raises ValueError, on all ranks alike, if an allreduce would have more elements than can be counted."""
+    most = max((stage.length for layout in layouts for stage in reducer.stages(layout, group)), default=0)
+    if most > MOST:
+        raise ValueError(
+            f"{reducer} would sum {most} elements at once, where Horovod and MPI count to {MOST}: use smaller buckets "
+            "(bucket_mb), or a method that sends less"
+        )
+
+
+def _check_size(request: Collective, ranks: int) -> None:
+    """Raises CompressionError if a payload is too large; those of the other ranks are about as large."""
+    if isinstance(request, AllReduce):
+        return
+    size = sum(p.size for p in request.payloads) if isinstance(request, AllToAll) else request.payload.size * ranks
+    if size > MOST:
+        raise CompressionError(
+            f"{size} bytes would be exchanged at once, where Horovod and MPI count to {MOST}: use smaller buckets (bucket_mb), "
+            "or a method that sends less"
+        )
+
+
 def averaged(metrics: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
     """The means of figures over those that have them, by their sizes."""
     averages: dict[str, float] = {}
@@ -453,9 +481,10 @@ def _handshake(text: str, rank: int) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         read = json.loads(text)
         return dict(read["agreed"]), dict(read["contact"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PayloadError(
-            f"the handshake of rank {rank} cannot be read ({type(error).__name__}): install one version of hvdcompress everywhere"
+            f"the handshake from rank {rank} does not decode, it begins with {text[:60]!r}: install one version of hvdcompress "
+            "everywhere"
         ) from error
 
 

@@ -60,6 +60,8 @@ class CountSketch:
             raise ValueError(f"tile must be a power of two, not {self.tile}")
         if self.columns % self.tile:
             raise ValueError(f"columns must be a positive multiple of tile ({self.tile}), not {self.columns}")
+        if self.columns // self.tile >> 32:  # a slot is drawn with 32 bits
+            raise ValueError(f"columns must be fewer than 2^32 times tile ({self.tile}), not {self.columns}")
 
     @property
     def _keys(self) -> list[int]:

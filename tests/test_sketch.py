@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from hvdcompress import Dense, Group, Layout, SketchedSGD
+from hvdcompress import Dense, Group, Layout, SketchedSGD, make
 from hvdcompress.drivers.simulate import Simulation
 from hvdcompress.sketch import CountSketch, heavymix, squared_norm, tile_for
 
@@ -70,6 +70,41 @@ def test_one_entry_is_found_exactly(rows: int, columns: int) -> None:
     for key in range(20):
         sketch = CountSketch(rows, columns, 1, key)
         assert sketch.estimate(sketch.of(x), 50)[7] == 2.5, f"key {key}"
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("columns", [1, 7, 64, 1000])
+def test_an_even_number_of_rows_is_refused(rows: int, columns: int) -> None:
+    with pytest.raises(ValueError, match=f"rows must be odd, not {rows}"):
+        CountSketch(rows, columns, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("columns", [1, 7, 64, 1000])
+def test_sketches_of_two_vectors_add_up_to_that_of_their_sum(rows: int, columns: int) -> None:
+    sketch, x, y = CountSketch(rows, columns, 1, 3), normal(50), normal(50, 1)
+    assert_allclose(sketch.of(x + y), sketch.of(x) + sketch.of(y), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("columns", [1, 7])
+def test_more_coordinates_than_there_are_are_all_of_them(rows: int, columns: int) -> None:
+    layout = Layout.of([("w", (5, 10))])
+    for P in (1, 4):
+        method = SketchedSGD(k=1000, P=P, rows=rows, columns=columns, momentum=0, exact_below=0)
+        given = grads(0, 2, layout, integers=True)
+        assert_array_equal(Simulation(method, layout, 2).step(given)[0], np.mean(given, axis=0)[0])
+
+
+def test_a_table_holds_sums_beyond_what_half_precision_holds() -> None:
+    """256 entries of 3e4 in 8 columns, with the signs with which they add up."""
+    sketch = CountSketch(1, 8, 1, 5)
+    ones = np.ones(256, np.float32)
+    signs = np.array([sketch.of(row)[0].sum() for row in np.diag(ones)], np.float32)
+    table = sketch.of(3e4 * signs)
+    counts = sum(np.abs(sketch.of(row)[0]) for row in np.diag(ones))
+    assert table.dtype == np.float32 and table.max() > 65504 and counts.sum() == 256
+    assert_array_equal(table[0], 3e4 * counts)
 
 
 def test_entries_of_a_tile_never_meet() -> None:
@@ -218,6 +253,19 @@ def test_with_every_coordinate_and_no_momentum_it_is_sgd() -> None:
         assert_array_equal(simulation.step(grads(step, 3, integers=True))[0], dense.step(grads(step, 3, integers=True))[0])
 
 
+def test_what_is_not_applied_waits_and_is_applied_whole() -> None:
+    """A gradient that stays the same, one coordinate a step: the small one has its turn, and loses nothing."""
+    method = SketchedSGD(k=1, P=4, columns=64, momentum=0, exact_below=0)
+    simulation, given, total = Simulation(method, Layout.of([("w", (2, 2))]), 2), np.float32([1.0, 0.01, 0, 0]), np.zeros(4)
+    for step in range(1, 2001):
+        total += simulation.step([[given], [given]])[0]
+        assert 0.01 * step - 1.02 <= total[1] <= 0.01 * step + 1e-3, f"step {step}"
+        if step == 150:
+            assert total[1] > 0
+    assert_allclose(total[:2] / 2000, given[:2], rtol=0.05)
+    assert_array_equal(total[2:], 0)
+
+
 @pytest.mark.parametrize("P", [4, 0])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_masking_and_conservation(P: int, momentum: float) -> None:
@@ -283,6 +331,19 @@ def test_a_sum_that_overflows_is_abandoned_by_all() -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         assert simulation.step_each(largest) == [None, None]
     assert not simulation.arrays(0)["v"].any()
+
+
+def test_a_cell_of_fetchsgd_that_overflows_is_abandoned_by_all_though_the_medians_are_finite() -> None:
+    layout, rng, abandoned = Layout.of([("w", (10, 12))]), np.random.default_rng(0), 0
+    for seed in range(20):
+        simulation = Simulation(make("fetchsgd:k=1,rows=3,columns=40,exact_below=0"), layout, 2, seed)
+        for _ in range(6):
+            with np.errstate(over="ignore", invalid="ignore"):
+                given = [[(2e37 * rng.normal(size=120)).astype(np.float32)] for _ in range(2)]
+                results = simulation.step_each(given)
+            abandoned += results == [None, None]
+            assert all(np.isfinite(a).all() for rank in range(2) for a in simulation.arrays(rank).values()), f"seed {seed}"
+    assert abandoned, "nothing has overflowed"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hvdcompress.codecs import Ternary
 from hvdcompress.kernels.numpy import TERNARY_RUN, TINY
 
 BOTH = pytest.mark.parametrize("scales", ["float32", "byte"])
-SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 4097, 100_003]
+SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 4097, 100_003, 1_000_003]
 
 
 def decode(codec: Ternary, payload: np.ndarray, n: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .. import kernels, options
 from ..core import Array, Bytes
-from ..errors import PayloadError
+from ..errors import CompressionError, PayloadError
 from . import places
 from .codec import Encoded
 from .identity import Identity
@@ -86,7 +86,7 @@ class Atoms:
 def dense_payload(x: Array) -> Encoded:
     """The tensor itself."""
     payload, noise = IDENTITY.encode(x, key=0)
-    return Encoded(np.concatenate([count_bytes(DENSE), payload]), noise)
+    return Encoded(np.concatenate([np.array([DENSE], "<u4").view(np.uint8), payload]), noise)
 
 
 def decode_dense(payload: Bytes, out: Array, factor: float) -> None:
@@ -95,7 +95,9 @@ def decode_dense(payload: Bytes, out: Array, factor: float) -> None:
 
 
 def count_bytes(*counts: int) -> Bytes:
-    """uint32 each."""
+    """uint32 each; raises CompressionError where one is too large."""
+    if max(counts) >= DENSE:
+        raise CompressionError(f"{max(counts)} atoms of a tensor are more than a payload can count: use a smaller budget")
     return np.array(counts, "<u4").view(np.uint8)
 
 

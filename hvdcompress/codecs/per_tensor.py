@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import kernels
 from ..core import Array, Bytes, Layout
-from ..errors import PayloadError
+from ..errors import CompressionError, PayloadError
 from .codec import Codec, Encoded
 
 
@@ -51,8 +51,12 @@ class PerTensor:
         encoded = [
             codec.encode(tensor, kernels.derive_key(key, number)) for number, (codec, tensor) in enumerate(self._tensors(x))
         ]
-        lengths = np.array([part.payload.size for part in encoded], "<u4").view(np.uint8)
-        payload = np.concatenate([lengths, *(part.payload for part in encoded)])
+        lengths = [part.payload.size for part in encoded]
+        if max(lengths, default=0) >> 32:
+            raise CompressionError(
+                f"the payload of a tensor has {max(lengths)} bytes, more than 32 bits can say: compress it more"
+            )
+        payload = np.concatenate([np.array(lengths, "<u4").view(np.uint8), *(part.payload for part in encoded)])
         return Encoded(payload, sum(part.noise for part in encoded))
 
     def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:

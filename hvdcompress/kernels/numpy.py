@@ -113,6 +113,7 @@ def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool
         uint8[...]: scales, then a bit an element (1: not zero), then a bit for each non-zero (1: negative); the bits
         are little-endian and each part is filled up with zeros to whole bytes.
     """
+    block = _fitting(block, x)
     n, blocks = x.size, -(-x.size // block)
     scales, scale_bytes = _encode_scales(_block_norms(x, block, l2), byte_scales)
     mask, signs = np.empty(n, bool), []
@@ -203,6 +204,7 @@ def levels_encode(x: Array, block: int, levels: int, key: int, first: int, l2: b
     Returns:
         uint8[...]: the norms, float32; then sign(x_j) l + levels for each element, in as many bits as 2 levels takes.
     """
+    block = _fitting(block, x)
     scales, width, codes = _block_norms(x, block, l2), level_bits(levels), [np.empty(0, np.int64)]
     for start, part in zip(range(0, x.size, max(1, CHUNK // block) * block), _whole_blocks(x, block)):
         row = start // block
@@ -257,6 +259,7 @@ def levels_decode_add(payload: Bytes, out: Array, block: int, levels: int, facto
 
 def levels_noise(x: Array, block: int, levels: int, l2: bool) -> float:
     """The expected squared error of `levels_encode`, in float64."""
+    block = _fitting(block, x)
     scales, noise = _block_norms(x, block, l2), 0.0
     for start, part in zip(range(0, x.size, max(1, CHUNK // block) * block), _whole_blocks(x, block)):
         row = start // block
@@ -337,6 +340,11 @@ def flush(x: Array) -> Array:
     return x
 
 
+def _fitting(block: int, x: Array) -> int:
+    """The block size with which x is cut alike, and no memory goes into what is beyond it."""
+    return min(block, max(1, x.size))
+
+
 def _rows(x: Array, block: int) -> Array:
     """float32[blocks, block]: a copy of x, filled up with zeros."""
     padded = np.zeros(-(-x.size // block) * block, np.float32)
@@ -346,6 +354,7 @@ def _rows(x: Array, block: int) -> Array:
 
 def _block_norms(x: Array, block: int, l2: bool) -> Array:
     """float32[blocks]: max|x| or ||x|| of each block, NaN if any of its elements, or the norm, is not finite."""
+    block = _fitting(block, x)
     if not x.size:
         return zeros(0)
     if l2:

@@ -99,11 +99,11 @@ class FetchSGD:
         se = kernels.weighted_sum((1.0, arrays["Se"]), (1.0, su))
         u = kernels.weighted_sum((self.momentum, arrays["u"]), (1.0, exact))
         estimates = estimated(sketch, split, se.reshape(self.rows, plan.columns))
-        chosen = kernels.top_k(estimates, plan.k)
+        chosen, finite = kernels.top_k(estimates, plan.k), kernels.all_finite(se)  # medians may be, where a cell is not
         mean = split.joined(chosen, estimates[chosen], u)
         touched = sketched(sketch, split, mean).reshape(-1) != 0
         su[touched], se[touched] = 0, 0
-        if not kernels.all_finite(total):
+        if not finite:
             mean = abandoned(mean)
         paper = 4 * (own.size + plan.k) + 8 * exact.size
         return Outcome(mean, State(layout, group, {"Su": su, "Se": se, "u": u}), paper)

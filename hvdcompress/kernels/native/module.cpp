@@ -380,6 +380,14 @@ py::array_t<float> sketch_estimate(std::size_t n, std::size_t start, const py::a
     return estimates;
 }
 
+// |x| as an integer, subnormal numbers being zero.
+std::uint32_t magnitude_of(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bits &= hvdcompress::kMagnitude;
+    return bits < hvdcompress::kTiny ? 0 : bits;
+}
+
 // The k largest magnitudes: a sample says where they begin, one pass collects what is there, and those are put in order.
 py::array_t<std::int64_t> top_k(const py::array& x, std::size_t k) {
     const auto in = floats(x, "x");
@@ -390,10 +398,7 @@ py::array_t<std::int64_t> top_k(const py::array& x, std::size_t k) {
         std::vector<std::uint32_t> sample;
         const std::size_t stride = std::max<std::size_t>(1, in.size >> 16);
         for (std::size_t i = 0; i < in.size; i += stride) {
-            std::uint32_t bits;
-            std::memcpy(&bits, in.data + i, 4);
-            bits &= hvdcompress::kMagnitude;
-            sample.push_back(bits < hvdcompress::kTiny ? 0 : bits);
+            sample.push_back(magnitude_of(in.data[i]));
         }
         std::size_t rank = k / stride + k / stride / 4 + 32;  // in the sample, of a magnitude that more than k elements have
         std::vector<std::uint32_t> magnitudes;
@@ -408,10 +413,20 @@ py::array_t<std::int64_t> top_k(const py::array& x, std::size_t k) {
             magnitudes.resize(room);
             places.resize(room);
             found = kernels->at_least(in.data, in.size, least, magnitudes.data(), places.data(), room);
-            if (found > room) {  // very many equal ones
-                magnitudes.resize(found);
-                places.resize(found);
-                kernels->at_least(in.data, in.size, least, magnitudes.data(), places.data(), found);
+            if (found > room) {  // very many equal ones, of which the first are taken: no room is made for all of them
+                found = kernels->at_least(in.data, in.size, least + 1, magnitudes.data(), places.data(), room);
+                if (found > room) {
+                    magnitudes.resize(found);
+                    places.resize(found);
+                    kernels->at_least(in.data, in.size, least + 1, magnitudes.data(), places.data(), found);
+                }
+                if (found < k) {
+                    places.resize(found);
+                    for (std::size_t i = 0; places.size() < k; ++i)
+                        if (magnitude_of(in.data[i]) == least) places.push_back(static_cast<std::int64_t>(i));
+                    std::inplace_merge(places.begin(), places.begin() + static_cast<std::ptrdiff_t>(found), places.end());
+                    found = k;
+                }
             }
             if (found >= k) break;
         }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, copy_of_tracked_files
 
-PAYLOADS = int(os.environ.get("PAYLOADS", "200000"))  # some four minutes; ci/sanitize takes another number
+PAYLOADS = int(os.environ.get("PAYLOADS", "300000"))  # a minute; ci/sanitize makes a million
 Run = Callable[..., str]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -49,7 +49,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_kernels_under_sanitizers(sanitized: Run) -> None:
-    files = [f"tests/test_{name}.py" for name in ("native", "ternary")]
+    files = [f"tests/test_{name}.py" for name in ("native", "ternary", "large")]
     assert " passed" in sanitized("-m", "pytest", *files, "-p", "no:cacheprovider")
 
 

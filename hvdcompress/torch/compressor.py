@@ -201,10 +201,14 @@ class Compressor:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's memory, as arrays (torch tensors), numbers and strings. Each rank must keep its own."""
-        state = self._session.state_dict() if self._session else self._to_load
+        state = self._kept()
         if not state:
             return {}
         return {**state, "arrays": {name: torch.from_numpy(array.copy()) for name, array in state["arrays"].items()}}
+
+    def _kept(self) -> Mapping[str, Any] | None:
+        """The memory, or what is to be loaded, in the form of `hvdcompress.memory`."""
+        return self._session.state_dict() if self._session else self._to_load
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up a memory from `state_dict`. Before the first step it is kept until the ranks have met.
@@ -227,7 +231,7 @@ class Compressor:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: the options and the memory, of which every rank has its own; nothing of what is going on."""
-        own = {**self.__dict__, "_session": None, "_transport": None, "_greeting": None, "_to_load": self.state_dict() or None}
+        own = {**self.__dict__, "_session": None, "_transport": None, "_greeting": None, "_to_load": self._kept()}
         return {**own, "_caller": None, "_pending": {}, "_status": None, "_means": None, "_arrived": {}, "_ended": True}
 
     # A step

@@ -18,13 +18,12 @@ import torch
 
 import hvdcompress.torch as hvc
 
-directory, text, event = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-LOG = directory / f"{os.environ['HOROVOD_HOSTNAME']}-{os.getpid()}.jsonl"
 STEPS, AT = 30, 8
+directory, event = Path(), ""  # of this start
 
 
 def note(**seen) -> None:
-    with LOG.open("a") as file:
+    with (directory / f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps({"rank": hvd.rank(), "size": hvd.size(), **seen}) + "\n")
 
 
@@ -64,6 +63,7 @@ def train(state, model, optimizer, compression) -> None:
 
 
 if __name__ == "__main__":
+    directory, text, event = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hvd.init()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
+import pickle
 import random
 import warnings
 
@@ -907,6 +910,36 @@ def loss_scales_that_differ_between_ranks_are_an_error_on_every_rank():
     model, scaler = Given(*SHAPES), torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + RANK))
     compressor = hvc.Compression.dore(model, scaler=scaler)
     raised_everywhere(lambda: reduce(model, wrap(model, compressor), given_grads(0, RANK)), "no longer agree", "loss scale")
+
+
+@check_of_two
+def copies_have_the_memory_and_no_handles():
+    """Also in what Horovod's elastic states copy and send: a compressor is kept on its rank, whatever rank 0 has."""
+    for text in ("sketch:ratio=0.5,exact_below=10", "atomo:budget=0.3,unit=ratio", "dore:block=16", "topk:ratio=0.1"):
+        model = Given(*SHAPES)
+        compressor = hvc.Compression.parse(text, model)
+        optimizer = wrap(model, compressor)
+        for step in range(2):
+            reduce(model, optimizer, given_grads(step, RANK))
+        before = memory(compressor)
+        pairs = [copy.deepcopy((model, compressor)), pickle.loads(pickle.dumps((model, compressor)))]
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(model.parameters(), lr=0.1), 0.1, total_steps=9)
+        file = io.BytesIO()
+        torch.save({"compression": compressor.state_dict(), "scheduler": scheduler.state_dict()}, file)
+        file.seek(0)
+        third = Given(*SHAPES)
+        pairs.append((third, hvc.Compression.parse(text, third)))
+        pairs[-1][1].load_state_dict(torch.load(file, weights_only=True)["compression"])
+        state = hvd.elastic.TorchState(model=model, compression=compressor, step=RANK)
+        state.sync()
+        assert state.step == 0 and state.compression is compressor, text
+        same_bits(memory(compressor).values(), before.values(), f"{text}, rank {RANK}")
+        expected = reduce(model, optimizer, given_grads(2, RANK))
+        for other, its in pairs:
+            same_bits(memory(its).values(), before.values(), text)
+            same_bits(reduce(other, wrap(other, its), given_grads(2, RANK)), expected, text)
+        state.restore()
+        same_bits(memory(compressor).values(), before.values(), f"{text}, rank {RANK}")
 
 
 @check

@@ -65,15 +65,15 @@ class Watch:
 
     def _answer(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
-            with connection:
-                connection.settimeout(ANSWER_SECONDS)
-                try:
+            try:
+                connection, _ = self._listener.accept()
+                with connection:
+                    connection.settimeout(ANSWER_SECONDS)
                     asked = json.loads(_received(connection))
                     if secrets.compare_digest(str(asked["key"]), self._key):
                         connection.sendall(json.dumps(self._standing(asked["session"])).encode())
-                except (OSError, ValueError, KeyError, TypeError):  # whatever a stranger sends
-                    continue
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):  # whatever a stranger sends
+                time.sleep(0.01)  # there may be no room for a connection
 
     def _standing(self, number: int) -> dict[str, Any]:
         session = self._sessions.get(number)

@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _ran(test: Found, method: str, passed: list[str]) -> bool:
-    own = [nodeid for nodeid in passed if test.function in nodeid]
+    own = [nodeid for nodeid in passed if test.function in nodeid and Path(test.file).name in nodeid]
     by_method = [nodeid for nodeid in own if any(name in nodeid for name in PAPERS)]
     return method in test.methods and (any(method in nodeid for nodeid in by_method) if by_method else bool(own))
 

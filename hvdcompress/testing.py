@@ -308,7 +308,7 @@ def comes_to_the_mean(method: Reducer, steps: int = 300) -> None:
     """
     if getattr(method, "momentum", 0):
         method = dataclasses.replace(method, momentum=0.0)  # type: ignore[type-var]
-    for ranks in (1, 2, 4):
+    for ranks in (1, 3):
         given = gradients(LAYOUTS, 0, ranks)
         truth = np.concatenate([np.mean([rank[b] for rank in given], axis=0) for b in range(len(LAYOUTS))])
         simulation, total, squares = Simulation(method, LAYOUTS, ranks), np.zeros(truth.size), np.zeros(truth.size)
@@ -378,7 +378,7 @@ def goes_on_from_its_saved_memory(method: Reducer) -> None:
 
 def goes_on_with_other_ranks(method: Reducer) -> None:
     """Where some ranks stopped, more or fewer go on, and all of them have one mean."""
-    for before, after in itertools.permutations(RANKS, 2):
+    for before, after in ((1, 3), (3, 1), (2, 4), (5, 2)):
         simulation, other = Simulation(method, LAYOUTS, before), Simulation(method, LAYOUTS, after)
         for step in range(3):
             simulation.step(gradients(LAYOUTS, step, before))

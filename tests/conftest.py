@@ -45,7 +45,7 @@ def _ran(test: Found, method: str, passed: list[str]) -> bool:
     return method in test.methods and (any(method in nodeid for nodeid in by_method) if by_method else bool(own))
 
 
-Run = Callable[[str, int, float], "tuple[list[dict[str, str]], str]"]
+Run = Callable[[str, int, float, "tuple[str, ...]"], "tuple[list[dict[str, str]], str]"]
 
 
 @pytest.fixture(scope="session")
@@ -53,9 +53,9 @@ def run_checks(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a script of checks under mpirun, once for each number of ranks; returns each rank's results and the output."""
 
     @cache
-    def run(script: str, ranks: int, timeout: float) -> tuple[list[dict[str, str]], str]:
+    def run(script: str, ranks: int, timeout: float, checks: tuple[str, ...]) -> tuple[list[dict[str, str]], str]:
         directory: Path = tmp_path_factory.mktemp(f"{Path(script).stem}-{ranks}")
-        done = mpirun(ranks, RANKS / script, directory, timeout=timeout, HOROVOD_DYNAMIC_PROCESS_SETS="1")
+        done = mpirun(ranks, RANKS / script, directory, *checks, timeout=timeout, HOROVOD_DYNAMIC_PROCESS_SETS="1")
         files = [directory / f"{rank}.json" for rank in range(ranks)]
         return [json.loads(file.read_text()) if file.exists() else {} for file in files], done.stdout
 

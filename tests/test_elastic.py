@@ -16,17 +16,11 @@ METHODS = {
     "dore": "dore:block=16,exchange=sharded",
 }
 EVENTS = {"more": (2, 3), "fewer": (3, 2), "killed": (3, 2)}  # numbers of ranks before and after
-EVERYDAY = [("dore", "more")]
 
 
-@pytest.mark.parametrize(
-    ("method", "event"),
-    [
-        pytest.param(method, event, marks=[] if (method, event) in EVERYDAY else [pytest.mark.slow])
-        for method in METHODS
-        for event in EVENTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("event", EVENTS)
 def test_ranks_come_and_go(tmp_path: Path, method: str, event: str) -> None:
     before, after = EVENTS[event]
     # Two names of this machine: elastic Horovod gives up the host on which a rank was killed, the second.

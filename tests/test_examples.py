@@ -46,7 +46,7 @@ def test_fashion_mnist_for_some_steps() -> None:
     assert float(accuracy) > 50 and float(left) < 6, done.stdout
 
 
-@pytest.mark.parametrize("compression", ["dore:block=64,scales=byte", "none"])
+@pytest.mark.parametrize("compression", ["dore:block=64,scales=byte", pytest.param("none", marks=pytest.mark.slow)])
 def test_digits_are_learned_with_keras(compression: str, tmp_path: Path) -> None:
     options = ["--compression", compression, "--data", "digits", "--epochs", "6", "--lr", "0.05", "--logs", tmp_path]
     done = mpirun(2, EXAMPLES / "keras_fashion_mnist.py", *options, timeout=100)

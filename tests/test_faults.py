@@ -10,13 +10,20 @@ from conftest import RANKS
 from launch import mpirun
 from ranks.harness import PAPERS
 
+EVERYDAY = {("join", "atomo"), ("join", "dore")}  # the others are of the long tier
+
 
 @pytest.mark.parametrize(
     ("fault", "told", "beside"),
     [
         ("no_compression_on_one_rank", "Mismatched ALLREDUCE tensor shapes", "is the same compression= given on every rank"),
         *(
-            (f"{fault} {method}", r"hvd\.join\(\)|Horovod has been shut down", "")
+            pytest.param(
+                f"{fault} {method}",
+                r"hvd\.join\(\)|Horovod has been shut down",
+                "",
+                marks=[] if (fault, method) in EVERYDAY else [pytest.mark.slow],
+            )
             for fault in ("join", "join_before_the_first_step")
             for method in PAPERS
         ),
@@ -28,8 +35,14 @@ def test_faults_that_end_a_job(fault: str, told: str, beside: str) -> None:
     assert beside in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("method", PAPERS)
-@pytest.mark.parametrize("fault", ["join", "join_before_the_first_step"])
+@pytest.mark.parametrize(
+    ("fault", "method"),
+    [
+        pytest.param(fault, method, marks=[] if (fault, method) in EVERYDAY else [pytest.mark.slow])
+        for fault in ("join", "join_before_the_first_step")
+        for method in PAPERS
+    ],
+)
 def test_a_join_under_tensorflow_ends_the_job(fault: str, method: str) -> None:
     done = mpirun(2, RANKS / "tensorflow_faults.py", fault, method, timeout=60)
     trains, joined = endings_of(done)

@@ -323,7 +323,7 @@ GUARDS = [
     Guard(
         "tensors in no bucket are to be finite",
         DRIVER,
-        "self.session.check_finite(all(map(bool, finite)))",
+        "self.session.check_finite(all(map(bool, inputs[scales:])))",
         "pass",
         "a_step_with_a_nan_leaves_no_trace",
     ),
@@ -459,16 +459,16 @@ GUARDS = [
     ),
     Guard(
         "a memory is of the epoch before",
-        KERAS,
-        'if memory["epoch"] != epoch - 1:',
+        "checkpoint.py",
+        "if further.get(name) != value:",
         NEVER,
         "a_training_goes_on_from_its_checkpoint_bit_for_bit",
     ),
     Guard(
         "a file that cannot be read is told to all ranks",
-        KERAS,
-        "compressor.fail(error)",
-        "raise error",
+        "checkpoint.py",
+        "compression.fail(error)",
+        "raise",
         "a_training_goes_on_from_its_checkpoint_bit_for_bit",
     ),
     Guard(

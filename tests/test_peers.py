@@ -13,7 +13,9 @@ STALL, SLOW, FROZEN = 2.0, 5.0, 8.0  # seconds: until it is told, and that a ran
 SCRIPT = RANKS / "peer_faults.py"
 
 
-@pytest.mark.parametrize(("framework", "ranks"), [("torch", 3), ("tensorflow", 2), ("mpi", 2)])
+@pytest.mark.parametrize(
+    ("framework", "ranks"), [("torch", 3), pytest.param("tensorflow", 2, marks=pytest.mark.slow), ("mpi", 2)]
+)
 def test_a_rank_that_is_slow_or_frozen_is_named(framework: str, ranks: int) -> None:
     done = mpirun(ranks, SCRIPT, framework, "frozen", timeout=90, HVDCOMPRESS_STALL_SECONDS=str(STALL))
     assert done.returncode == 0, done.stdout[-4000:]

@@ -49,7 +49,7 @@ def test_the_same_number_of_ranks_goes_on_bit_for_bit(weights, framework: str, m
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
 def test_more_ranks_go_on_alike(weights, framework: str, method: str) -> None:
     resumed, whole = weights(framework, "resume", method, 3), weights(framework, "save", method, 2)
     for rank in (1, 2):

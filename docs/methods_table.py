@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+from tables import replaced
+
 from hvdcompress import Group, Layout, make, methods
 from hvdcompress.core import Reducer
 from hvdcompress.reducers import Dense
@@ -48,9 +50,7 @@ def _options(maker: object) -> str:
 
 def page(text: str) -> str:
     """The page with its table replaced by the present one."""
-    before, rest = text.split("<!-- tables -->\n")
-    _, after = rest.split("<!-- end of tables -->\n")
-    return f"{before}<!-- tables -->\n{table()}\n<!-- end of tables -->\n{after}"
+    return replaced(text, "tables", table())
 
 
 if __name__ == "__main__":

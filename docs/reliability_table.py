@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tables import replaced
+
 PAGE = Path(__file__).with_name("reliability.md")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -37,9 +39,7 @@ def _reasons(case: Case) -> str:
 
 def page(text: str) -> str:
     """The page with its table replaced by the present one."""
-    before, rest = text.split("<!-- cases -->\n")
-    _, after = rest.split("<!-- end of cases -->\n")
-    return f"{before}<!-- cases -->\n{table()}\n<!-- end of cases -->\n{after}"
+    return replaced(text, "cases", table())
 
 
 if __name__ == "__main__":

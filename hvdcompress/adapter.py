@@ -79,6 +79,19 @@ def warn_of_nothing_saved(session: Session) -> None:
         )
 
 
+def warn_of_abandoned(session: Session) -> None:
+    """Says on rank 0, the first time, that a step has no mean, and what becomes of it."""
+    if session.group.rank == 0 and session.abandoned == 1:
+        what = f"a gradient of rank {', '.join(map(str, session.nonfinite))}" if session.nonfinite else "the mean"
+        warnings.warn(
+            f"{what} was not finite: all gradients of this step are NaN, on every rank, and no memory has moved. It is for the "
+            "training to skip the step, as without compression, or for a loss scaler that the compressor is told of; "
+            "stats().abandoned counts such steps",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def patience() -> float:
     """Seconds that a rank waits for the others' handshakes before it says so."""
     return settings.number("HVDCOMPRESS_HANDSHAKE_SECONDS", 20.0)

@@ -26,6 +26,10 @@ class Methods(type):
         adapter = inspect.signature(compressor).parameters
 
         def compression(*given: Any, **options: Any) -> Any:
+            known = [p.name for p in inspect.signature(compression).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            for option in options:
+                if option not in known:
+                    raise ValueError(f"the compression {name!r} has no option {option!r}; it has {', '.join(known)}")
             own = {key: options.pop(key) for key in list(options) if key in adapter}
             return compressor(*given, method=make(name, **options), **own)
 
@@ -53,10 +57,6 @@ class Methods(type):
             return getattr(cls, name)
         if name not in methods:
             raise ValueError(_unknown(name))
-        known = [p.name for p in inspect.signature(getattr(cls, name)).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        for option in read:
-            if option not in known:
-                raise ValueError(f"the compression {name!r} has no option {option!r}; it has {', '.join(known)}")
         return getattr(cls, name)(*given, **{**read, **options})
 
 

@@ -79,7 +79,7 @@ class CompressionCallback(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         compressor, begin = self._compressor(), self._at_begin
         end = compressor.stats()
-        steps = end.steps + end.abandoned - begin.steps - begin.abandoned
+        steps = end.counted - begin.counted
         wire, dense = end.total.wire - begin.total.wire, end.total.dense - begin.total.dense
         if not steps and self.bind and _must_have_averaged(self.model.optimizer):
             warnings.warn(

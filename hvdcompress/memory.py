@@ -79,7 +79,10 @@ def redistributed(memories: Sequence[Mapping[str, Any]], method: Reducer, rank: 
         check(one)
     first = memories[0]
     if first["facts"].get("method") != repr(method):
-        raise CompressionError(f"the saved memory is of another training: method: {first['facts'].get('method')} and {method}")
+        raise CompressionError(
+            "the saved memory is of another training; of what was saved and what is here, method: "
+            f"{first['facts'].get('method')} and {method}"
+        )
     for one in memories:
         if one["facts"] != first["facts"]:
             raise CompressionError(f"the saved memories are of several trainings: {difference(first['facts'], one['facts'])}")

@@ -84,6 +84,8 @@ class Stats(NamedTuple):
             rank failed.
         last, total: bytes of the last step, and of all.
         seconds: spent in all to encode, to wait for collectives, to decode.
+        counted: steps, committed or not, that `total` and `seconds` are of: those of this process, where `steps` goes on from
+            a memory that was loaded.
         metrics: figures of the last committed step by their names in the method, averaged over the buckets by size;
             the noise of each code relative to ||gradient||^2 and the shares that were sent.
     """
@@ -94,6 +96,7 @@ class Stats(NamedTuple):
     total: traffic.Traffic = traffic.Traffic()
     seconds: Mapping[str, float] = {}
     metrics: Mapping[str, float] = {}
+    counted: int = 0
 
 
 class Session:
@@ -122,6 +125,8 @@ class Session:
         self._moved = time.monotonic()  # when anything happened last
         self.committed = 0  # steps, and the number of the step that is going on
         self.abandoned = 0  # steps
+        self.counted = 0  # steps, committed or not, since this process began
+        self.nonfinite: list[int] = []  # ranks whose gradient was not finite in the last step
         self.last, self.total = traffic.Traffic(), traffic.Traffic()
         self.metrics: dict[str, float] = {}
         self._bucket_metrics: list[Mapping[str, float]] = []
@@ -189,7 +194,7 @@ class Session:
         self.reducer, self._options = reducer, repr(reducer)
 
     def stats(self) -> Stats:
-        return Stats(self.committed, self.abandoned, self.last, self.total, dict(self.seconds), dict(self.metrics))
+        return Stats(self.committed, self.abandoned, self.last, self.total, dict(self.seconds), dict(self.metrics), self.counted)
 
     def state_dict(self) -> dict[str, Any]:
         """The memory of this rank, in the form of `hvdcompress.memory`."""
@@ -203,7 +208,8 @@ class Session:
         """
         memory.check(state)
         if state["facts"] != self.facts:
-            raise CompressionError(f"the saved memory is of another training: {memory.difference(state['facts'], self.facts)}")
+            difference = memory.difference(state["facts"], self.facts)
+            raise CompressionError(f"the saved memory is of another training; of what was saved and what is here, {difference}")
         if state["rank"] != self.group.rank:
             raise CompressionError(
                 f"the saved memory is of rank {state['rank']}, this is rank {self.group.rank}: each rank loads its own"
@@ -308,7 +314,8 @@ class Session:
         """Reads every rank's record: does the step go on? If not, replies that are under way must still be awaited."""
         self._awaits(None, over=True)
         try:
-            self._verdict = all(record.status == OK for record in self._read(records, first=False))
+            self.nonfinite = [rank for rank, r in enumerate(self._read(records, first=False)) if r.status != OK]
+            self._verdict = not self.nonfinite
         except CompressionError as error:
             self._verdict = error
         return self._verdict is True
@@ -335,7 +342,7 @@ class Session:
             CompressionError: a rank failed.
         """
         runs, verdict, failure, self._moved = self._runs, self._verdict, self._failure, time.monotonic()
-        self.last, self.total = self._sent, self.total + self._sent
+        self.last, self.total, self.counted = self._sent, self.total + self._sent, self.counted + 1
         self._begin()
         outcomes = [run.outcome for _, run in sorted(runs.items()) if run.outcome is not None]
         if isinstance(verdict, CompressionError) or failure is not None:

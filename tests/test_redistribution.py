@@ -141,5 +141,5 @@ def test_memories_that_do_not_belong_together_are_refused() -> None:
             redistributed(memories, make("dore:block=16"), 0, 3)
         assert told in str(caught.value), caught.value
     session = Simulation(make("dore:block=32"), LAYOUTS, 3).sessions[0]
-    with pytest.raises(CompressionError, match="of another training: method: "):
+    with pytest.raises(CompressionError, match="of what was saved and what is here, method: "):
         session.load_state_dict(redistributed(good, make("dore:block=16"), 0, 3))

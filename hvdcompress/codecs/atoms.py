@@ -59,8 +59,8 @@ class Atoms:
         if isinstance(self.budget, str):
             options.choice("budget", self.budget, ("a number", *NORM_BUDGETS))
         else:
-            in_bytes = self.unit == "bytes"
-            options.number(f"budget in {self.unit}", self.budget, LEAST_BYTES if in_bytes else 0, above=not in_bytes)
+            in_bytes, most = self.unit == "bytes", 1.0 if self.unit == "ratio" else math.inf
+            options.number(f"budget in {self.unit}", self.budget, LEAST_BYTES if in_bytes else 0, most, above=not in_bytes)
 
     @property
     def alignment(self) -> int:

@@ -116,11 +116,15 @@ class Program:
         session: of this rank.
         transport: between the ranks.
         late: called when other ranks let this one wait for their handshakes for `patience` seconds.
+        given_up: called when a step without a loss scale has no mean.
     """
 
-    def __init__(self, session: Session, transport: Transport, late: Callable[[], None], patience: float):
+    def __init__(
+        self, session: Session, transport: Transport, late: Callable[[], None], given_up: Callable[[], None], patience: float
+    ):
         self.session, self.transport = session, transport
-        self._late, self._patience = late, patience
+        self._late, self._given_up, self._patience = late, given_up, patience
+        self._scaled = False
         self._flat = [np.zeros(layout.size, np.float32) for layout in session.layouts]
         self.failure: CompressionError | None = None  # of the last step: TensorFlow keeps its text only
         self._timer: threading.Timer | None = None
@@ -229,6 +233,7 @@ class Program:
     def _record(self, sent: traffic.Traffic, scales: int, *inputs: Any) -> Any:
         for scale in inputs[:scales]:
             self.session.agree_on("loss scale", float(scale))
+        self._scaled = bool(scales)
         self.session.check_finite(all(map(bool, inputs[scales:])))
         self.session.count(sent)
         self._waits_since, self._decoded_then = time.perf_counter(), self.session.seconds["decode"]
@@ -252,6 +257,8 @@ class Program:
         self.ended = time.monotonic()
         with self._keeping_failure():
             means = session.finish()
+        if means is None and not self._scaled:
+            self._given_up()
         fine = np.float32("nan") if means is None else np.float32(1)
         pieces = []
         for bucket, layout in enumerate(session.layouts):

@@ -141,6 +141,9 @@ class Compressor:
 
     # What a user sees
 
+    def __repr__(self) -> str:
+        return f"Compressor({with_options(self.method, self._changes)})"
+
     def stats(self) -> Stats:
         """Bytes, seconds and noise, of the last step and in all; zero where nothing was exchanged.
 
@@ -158,6 +161,7 @@ class Compressor:
             sum((stats.total for stats in [*every, *unbound]), Traffic()),
             _summed(stats.seconds for stats in [*every, *unbound]),
             averaged([r.session.metrics for r in latest], [sum(layout.size for layout in r.session.layouts) for r in latest]),
+            sum(stats.counted for stats in every) + max((stats.counted for stats in unbound), default=0),
         )
 
     def predicted_bytes(self) -> float:
@@ -268,6 +272,7 @@ class Compressor:
                 self._retired.abandoned + stats.abandoned,
                 total=self._retired.total + stats.total,
                 seconds=_summed([self._retired.seconds, stats.seconds]),
+                counted=self._retired.counted + stats.counted,
             )
 
     def _warn_of_another_set(self, variables: Sequence[tf.Variable]) -> None:

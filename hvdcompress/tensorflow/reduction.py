@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -83,7 +84,13 @@ class Reduction:
         self.session = Session(method, layouts, group, facts)
         self.transport = Transport(prefix, process_set)
         self.resumed = False  # the memory began with one that was saved
-        self.program = Program(self.session, self.transport, adapter.warn_of_waiting, adapter.patience())
+        self.program = Program(
+            self.session,
+            self.transport,
+            adapter.warn_of_waiting,
+            partial(adapter.warn_of_abandoned, self.session),
+            adapter.patience(),
+        )
         self._functions: dict[Treatment, Callable[..., Any]] = {}
         adapter.warn_of_nothing_saved(self.session)
 

@@ -164,6 +164,9 @@ class Compressor:
 
     # What a user sees
 
+    def __repr__(self) -> str:
+        return f"Compressor({with_options(self.method, self._changes)})"
+
     def stats(self) -> Stats:
         """Bytes, seconds and noise, of the last step and in all; all zero where Horovod had nothing to exchange."""
         return self._session.stats() if self._session else Stats()
@@ -397,7 +400,10 @@ class Compressor:
         """Brings the step to its end on this rank; an error is kept for the tensors that have not asked yet."""
         self._order, self._ended = list(self._arrived), True
         try:
-            self._means = self._wind_up(self._connect(), factor)
+            session = self._connect()
+            self._means = self._wind_up(session, factor)
+            if self._means is None and self._scaler is None:
+                adapter.warn_of_abandoned(session)
         except Exception as error:
             self._failure = str(error)
             raise

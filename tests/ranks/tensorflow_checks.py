@@ -1234,7 +1234,10 @@ def a_memory_that_is_taken_up_is_not_emptied():
             spy = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: kept.append(compressor.residual_norm()))
             callbacks = [CompressionCallback(), CompressionCheckpoint(directory), spy]
             x, y = images()
-            model.fit(x, y, batch_size=16, epochs=first + 1, initial_epoch=first, verbose=0, callbacks=callbacks)
+            history = model.fit(
+                x, y, batch_size=16, epochs=first + 1, initial_epoch=first, verbose=0, callbacks=callbacks
+            ).history
+            assert_allclose(history["compression_bytes"], compressor.stats().total.wire / 4)  # steps of this training
         assert kept[0] == 0 and all(k > 0 for k in kept[1:]), kept
 
 

@@ -219,7 +219,9 @@ def a_step_with_a_nan_leaves_no_trace():
                 before, spoilt = memory(compressors[1]), given_grads(99, RANK)
                 if RANK == SIZE - 1:
                     spoilt[culprit].reshape(-1)[0] = value
-                got = reduce(models[1], optimizers[1], spoilt)
+                with warnings.catch_warnings(record=True) as told:
+                    got = reduce(models[1], optimizers[1], spoilt)
+                assert [f"a gradient of rank {SIZE - 1} was not finite" in str(w.message) for w in told] == [True] * (RANK == 0)
                 assert all(torch.isnan(g).all() for g in got), f"tensor {culprit}: {got}"
                 after = memory(compressors[1])
                 assert before.keys() == after.keys()

@@ -107,8 +107,9 @@ def restore(compression: Compressor, directory: str | os.PathLike[str], **expect
                         "another directory"
                     )
             compression.load_state_dict(_redistributed([_read(path, expected) for path in paths], compression))
-    except CompressionError as error:
-        compression.fail(error)
+    except Exception as error:  # whatever is wrong with a file, all ranks are to hear of it
+        told = error if isinstance(error, CompressionError) else CompressionError(f"{here[0]} cannot be taken up: {error}")
+        compression.fail(told)
     return True
 
 
@@ -138,7 +139,7 @@ class _Arrays(Mapping[str, NDArray[Any]]):
         member = self._members[name]
         with _explained(self._path), self._path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             array: NDArray[Any] = file[member]
-        return array
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)

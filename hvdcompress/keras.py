@@ -167,8 +167,11 @@ def load_model(
         compression, options: as `hvdcompress.tensorflow.DistributedOptimizer` takes them.
         custom_objects: as `tf.keras.models.load_model` takes them.
 
+    A dynamic loss scale begins anew from its initial value, as it does when Keras alone loads a model.
+
     Raises:
-        ValueError: the file has no optimizer, or a legacy one; or the combination is not supported.
+        ValueError: the file has no optimizer, or a legacy one, or is an .h5 with a loss scale, in which Keras does not find the
+            optimizer's state again; or the combination is not supported.
     """
     known = {kind.__name__: kind for kind in tf.keras.optimizers.Optimizer.__subclasses__()}  # Horovod's go by these names
     model = tf.keras.models.load_model(path, custom_objects={**known, **(custom_objects or {})})
@@ -177,6 +180,8 @@ def load_model(
         raise ValueError(
             f"{path} has {type(saved).__name__} for an optimizer, none of Keras's new ones: load it and compile anew"
         )
+    if is_loss_scaled(model.optimizer) and Path(path).suffix == ".h5":
+        raise ValueError(f"{path} has a loss scale, whose optimizer loses its state in an .h5: save the model as .keras")
     made = DistributedOptimizer(saved, compression, **options)
     made.build(model.trainable_variables)
     for variable, value in zip(made.variables, saved.variables):

@@ -4,6 +4,7 @@ A memory is a mapping, of numbers, strings and arrays only:
 
     step     int, steps that were committed
     rank     int, whose it is
+    run      str, names the start of a training that it is of: memories of two are not mixed, though their steps be the same
     facts    what the ranks of the training agreed on: str by str
     layouts  of each bucket, the names and shapes of its tensors: [[name, [length, ...]], ...]
     arrays   the method's own, by "<bucket>.<name>"
@@ -24,11 +25,12 @@ from .errors import CompressionError
 RANKS = "number of ranks"  # the fact that may change while a training goes on
 
 
-def of(states: Sequence[State], step: int, group: Group, facts: Mapping[str, str]) -> dict[str, Any]:
+def of(states: Sequence[State], step: int, group: Group, facts: Mapping[str, str], run: str) -> dict[str, Any]:
     """The memory that a rank's states are."""
     return {
         "step": step,
         "rank": group.rank,
+        "run": run,
         "facts": dict(facts),
         "layouts": [[[name, list(shape)] for name, shape in zip(state.layout.names, state.layout.shapes)] for state in states],
         "arrays": {f"{bucket}.{name}": a for bucket, state in enumerate(states) for name, a in state.arrays.items()},
@@ -37,7 +39,7 @@ def of(states: Sequence[State], step: int, group: Group, facts: Mapping[str, str
 
 def check(memory: Mapping[str, Any]) -> None:
     """Raises a CompressionError if this is none."""
-    kinds = {"step": int, "rank": int, "facts": Mapping, "layouts": Sequence, "arrays": Mapping}
+    kinds = {"step": int, "rank": int, "run": str, "facts": Mapping, "layouts": Sequence, "arrays": Mapping}
     if not all(isinstance(memory.get(name), kind) for name, kind in kinds.items()):
         raise CompressionError(f"this is no memory of a compressor: it has {sorted(memory)}")
     ranks = str(memory["facts"].get(RANKS))
@@ -91,6 +93,11 @@ def redistributed(memories: Sequence[Mapping[str, Any]], method: Reducer, rank: 
                 f"the saved memories of ranks {first['rank']} and {one['rank']} are of steps {first['step']} and {one['step']}: "
                 "give those of one step"
             )
+        if one["run"] != first["run"]:
+            raise CompressionError(
+                f"the saved memories of ranks {first['rank']} and {one['rank']} are of two runs of the training, though of the "
+                "same step: give those that were saved together"
+            )
     before, seed = int(first["facts"][RANKS]), int(first["facts"]["seed"])
     group, states = Group(rank, size, seed), []
     for bucket, tensors in enumerate(first["layouts"]):
@@ -105,7 +112,7 @@ def redistributed(memories: Sequence[Mapping[str, Any]], method: Reducer, rank: 
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return of(states, first["step"], group, {**first["facts"], RANKS: str(size)})
+    return of(states, first["step"], group, {**first["facts"], RANKS: str(size)}, first["run"])
 
 
 class _Owed:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import secrets
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,8 +121,12 @@ class Session:
         self._facts_digest = hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
         self._options = repr(reducer)  # by now
         self.met = False  # the ranks have exchanged their handshakes, and agree
+        self.run = ""  # names this start of a training, once the ranks have met; it goes with what is saved
+        self._proposed = secrets.token_hex(8)
+        self._taken_up = ""  # the run of the memory that was loaded
         self.contact: Mapping[str, Any] = {}  # how peers may ask this rank where it is
         self.contacts: list[Mapping[str, Any]] = []  # of all ranks, once they have met
+        self.blocked: Callable[[], bool] = lambda: True  # whether this process does nothing but wait, as far as a driver knows
         self._moved = time.monotonic()  # when anything happened last
         self.committed = 0  # steps, and the number of the step that is going on
         self.abandoned = 0  # steps
@@ -198,7 +203,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """The memory of this rank, in the form of `hvdcompress.memory`."""
-        return memory.of(self.states, self.committed, self.group, self.facts)
+        return memory.of(self.states, self.committed, self.group, self.facts, self.run or self._taken_up)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up a memory from `state_dict`, of the same rank of the same training.
@@ -215,7 +220,8 @@ class Session:
                 f"the saved memory is of rank {state['rank']}, this is rank {self.group.rank}: each rank loads its own"
             )
         self.states = [memory.state_of(state, self.reducer, layout, self.group) for layout in self.layouts]
-        self.committed, self._unreported = state["step"], None
+        self.committed, self._unreported, self._taken_up = state["step"], None, state["run"]
+        self._resets += 1
         self._begin()
 
     def handshake(self, further: Mapping[str, str] | None = None) -> Bytes:
@@ -225,8 +231,9 @@ class Session:
             further: what they must agree on in this run, beside what belongs to the memory.
         """
         changed = {} if self._options == self.facts["method"] else {"options by now": self._options}
-        agreed = {**self.facts, **changed, **(further or {})}
-        return self._record(OK, json.dumps({"agreed": agreed, "contact": self.contact}))
+        taken_up = {"memory taken up": f"of run {self._taken_up}"} if self._taken_up else {}
+        agreed = {**self.facts, **changed, **taken_up, **(further or {})}
+        return self._record(OK, json.dumps({"agreed": agreed, "contact": self.contact, "run": self._proposed}))
 
     def check_handshake(self, records: Sequence[Bytes]) -> None:
         """Reads the first record of every rank.
@@ -237,12 +244,22 @@ class Session:
         """
         self._failure = None
         handshakes = [_handshake(record.text, rank) for rank, record in enumerate(self._read(records, first=True))]
-        for rank, (agreed, _) in enumerate(handshakes):
-            if list(agreed.items()) != list(handshakes[0][0].items()):
-                difference = memory.difference(handshakes[0][0], agreed)
+        for rank, other in enumerate(handshakes):
+            if list(other.agreed.items()) != list(handshakes[0].agreed.items()):
+                difference = memory.difference(handshakes[0].agreed, other.agreed)
                 raise MismatchError(f"ranks 0 and {rank} differ in {difference}: give every rank the same")
-        self.contacts = [contact for _, contact in handshakes]
+        self.contacts, self.run = [other.contact for other in handshakes], handshakes[0].run
         self.met = True
+
+    @property
+    def estranged(self) -> bool:
+        """Whether the ranks are not in the same step: what is under way may never be answered."""
+        return isinstance(self._verdict, MismatchError)
+
+    def read_late(self, records: Sequence[Bytes]) -> CompressionError | None:
+        """The records of a step that this rank has given up: an error if another rank has taken them for another step's."""
+        self.agree(records)
+        return self._verdict if isinstance(self._verdict, CompressionError) else None
 
     def awaited(self) -> list[str]:
         """What of its peers this rank waits for, having done its part of the step; nothing if it has not."""
@@ -277,6 +294,8 @@ class Session:
     def fail(self, error: BaseException) -> None:
         """Takes note that this rank cannot go on with the step: every rank will be told, and raise."""
         self._failure = self._failure or error
+        if self._own_part_done:  # too late for this step's record
+            self._unreported = self._failure
 
     def check_finite(self, finite: bool) -> None:
         """Takes note of a tensor of the step that is in no bucket."""
@@ -405,6 +424,7 @@ class Session:
         if stage.kind is AllReduce:
             self._unreported = self._failure  # floats cannot carry the message
             return AllReduce(np.full(stage.length, SPOILT[stage.dtype, stage.op], stage.dtype), stage.op)
+        self._unreported = None
         excuse = frame.excuse(bucket, self.committed, _message(self._failure))
         return AllGather(excuse) if stage.kind is AllGather else AllToAll([excuse] * self.group.size)
 
@@ -412,7 +432,8 @@ class Session:
         if self._failure is not None:
             status, text, self._unreported = ERROR, _message(self._failure), None
         rates = {bucket: run.lr for bucket, run in sorted(self._runs.items()) if run.lr is not None}
-        agreed = repr([self._facts_digest, self._options, rates, self._figures, self._restarts, self._resets])
+        counted = [self._restarts, self._resets, self._taken_up]
+        agreed = repr([self._facts_digest, self._options, rates, self._figures, *counted])
         return Record(status, self.committed, hashlib.sha256(agreed.encode()).digest()[:8], text).pack()
 
     def _read(self, buffers: Sequence[Bytes], first: bool) -> list[Record]:
@@ -434,7 +455,7 @@ class Session:
             if record.digest != records[0].digest and not first:
                 raise MismatchError(
                     f"ranks 0 and {rank} no longer agree: on the options, the tensors, the learning rate, the loss scale, or on "
-                    "how often a backward pass was given up or the memory emptied"
+                    "how often a backward pass was given up, or the memory emptied or loaded"
                 )
         return records
 
@@ -483,11 +504,18 @@ def with_options(reducer: Reducer, options: Mapping[str, Any]) -> Reducer:
     return dataclasses.replace(reducer, **options)  # type: ignore[type-var]
 
 
-def _handshake(text: str, rank: int) -> tuple[dict[str, str], dict[str, Any]]:
-    """What a rank's first record says: what must be agreed on, and how it may be asked where it is."""
+class _Handshake(NamedTuple):
+    """What a rank's first record says: what must be agreed on, how it may be asked where it is, a name for the run."""
+
+    agreed: dict[str, str]
+    contact: dict[str, Any]
+    run: str
+
+
+def _handshake(text: str, rank: int) -> _Handshake:
     try:
         read = json.loads(text)
-        return dict(read["agreed"]), dict(read["contact"])
+        return _Handshake(dict(read["agreed"]), dict(read["contact"]), str(read["run"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PayloadError(
             f"the handshake from rank {rank} does not decode, it begins with {text[:60]!r}: install one version of hvdcompress "

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 import warnings
@@ -26,6 +27,7 @@ from . import settings
 from .session import Session
 
 KEY_BYTES = 16
+MOST_BYTES = 1 << 16  # of a question or an answer
 SIOCGIFADDR = 0x8915
 ANSWER_SECONDS = 3.0  # that a peer has to say where it is
 
@@ -33,18 +35,20 @@ ANSWER_SECONDS = 3.0  # that a peer has to say where it is
 def over(session: Session) -> None:
     """Watches a session from now on, which has not shaken hands yet."""
     seconds = settings.number("HVDCOMPRESS_STALL_SECONDS", 60.0, zero=True)
-    if seconds:
-        watch = _watch_of(os.getpid())
-        session.contact = watch.add(session, seconds)
+    if not seconds:
+        return
+    try:
+        session.contact = _watch_of(os.getpid()).add(session, seconds)
+    except (OSError, RuntimeError) as error:  # no file, no thread, no network to be had: training goes on without
+        warnings.warn(f"ranks that keep others waiting will not be named: {error}", RuntimeWarning, stacklevel=2)
 
 
 class Watch:
     """One process's: a thread that answers peers, and one that looks at the sessions."""
 
     def __init__(self) -> None:
-        self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-        self._seconds: dict[int, float] = {}
-        self._reported: dict[int, int] = {}  # the step
+        self._sessions: list[tuple[weakref.ref[Session], float]] = []
+        self._reported: dict[int, int] = {}  # the step, by number of session
         self._key = secrets.token_hex(KEY_BYTES)
         self._listener = socket.create_server(("", 0), backlog=64)
         for run in (self._answer, self._look):
@@ -52,15 +56,14 @@ class Watch:
 
     def add(self, session: Session, seconds: float) -> dict[str, Any]:
         """Returns how peers may ask where the session is."""
-        number = len(self._seconds)
-        self._sessions[number], self._seconds[number] = session, seconds
+        self._sessions.append((weakref.ref(session), seconds))
         return {
             "host": socket.gethostname(),
             "process": os.getpid(),
             "addresses": [*_addresses(), "127.0.0.1"],
             "port": self._listener.getsockname()[1],
             "key": self._key,
-            "session": number,
+            "session": len(self._sessions) - 1,
         }
 
     def _answer(self) -> None:
@@ -68,7 +71,6 @@ class Watch:
             try:
                 connection, _ = self._listener.accept()
                 with connection:
-                    connection.settimeout(ANSWER_SECONDS)
                     asked = json.loads(_received(connection))
                     if secrets.compare_digest(str(asked["key"]), self._key):
                         connection.sendall(json.dumps(self._standing(asked["session"])).encode())
@@ -76,19 +78,29 @@ class Watch:
                 time.sleep(0.01)  # there may be no room for a connection
 
     def _standing(self, number: int) -> dict[str, Any]:
-        session = self._sessions.get(number)
+        session = self._sessions[number][0]() if 0 <= number < len(self._sessions) else None
         if session is None:
             return {}
-        return {"step": _step(session), "waits": bool(session.awaited()), "idle": session.idle()}
+        return {"step": _step(session), "waits": _waits(session), "idle": session.idle()}
 
     def _look(self) -> None:
         while True:
             time.sleep(0.5)
-            for number, session in list(self._sessions.items()):
-                seconds, step = self._seconds[number], _step(session)
-                if session.awaited() and session.idle() >= seconds and self._reported.get(number) != step:
+            for number, (reference, seconds) in enumerate(tuple(self._sessions)):
+                session = reference()
+                if session is None or not _waits(session) or session.idle() < seconds:
+                    continue
+                step = _step(session)
+                if self._reported.get(number) != step:
                     self._reported[number] = step
-                    warnings.warn(_report(session, seconds), RuntimeWarning, stacklevel=1)
+                    try:
+                        warnings.warn(_report(session, seconds), RuntimeWarning, stacklevel=1)
+                    except RuntimeWarning as told:  # where warnings are errors; there is nobody to raise it to
+                        print(told, file=sys.stderr)
+
+
+def _waits(session: Session) -> bool:
+    return bool(session.awaited()) and session.blocked()
 
 
 def _step(session: Session) -> int:
@@ -123,8 +135,8 @@ def _ask(contact: Mapping[str, Any]) -> dict[str, Any] | None:
             with connection:
                 connection.sendall(json.dumps({"key": contact["key"], "session": contact["session"]}).encode())
                 connection.shutdown(socket.SHUT_WR)
-                answer: dict[str, Any] = json.loads(_received(connection))
-                return answer
+                answer = json.loads(_received(connection))
+                return answer if isinstance(answer, dict) else {}
         except TimeoutError:  # the system took the call, and nobody came
             return None
         except (OSError, ValueError):  # somebody else
@@ -133,9 +145,10 @@ def _ask(contact: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """All that the other end sends, of which there is little."""
-    content = b""
-    while len(content) < 1 << 16:
+    """All that the other end sends, of which there is little; raises TimeoutError if it is not there in time."""
+    content, deadline = b"", time.monotonic() + ANSWER_SECONDS
+    while len(content) < MOST_BYTES:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(4096)
         if not part:
             break

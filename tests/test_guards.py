@@ -373,8 +373,8 @@ GUARDS = [
     Guard(
         "ranks agree on resets",
         SESSION,
-        ", self._resets])",
-        "])",
+        "self._resets, self._taken_up]",
+        "self._taken_up]",
         "a_rank_that_resets_alone_is_found_out",
     ),
     # The graph
@@ -467,7 +467,7 @@ GUARDS = [
     Guard(
         "a file that cannot be read is told to all ranks",
         "checkpoint.py",
-        "compression.fail(error)",
+        "compression.fail(told)",
         "raise",
         "a_training_goes_on_from_its_checkpoint_bit_for_bit",
     ),

@@ -7,7 +7,7 @@ before the first of them is waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from ..core import AllGather, Array, Collective
@@ -22,6 +22,9 @@ class Transport(Protocol):
     def submit(self, request: Collective, name: str) -> Any: ...
 
     def wait(self, handle: Any) -> Any: ...
+
+    def leave_behind(self, handles: Iterable[Any]) -> None:
+        """Nobody waits for these any more."""
 
 
 def shake_hands(session: Session, transport: Transport) -> None:
@@ -43,6 +46,9 @@ def wind_up(
     began, busy = time.perf_counter(), session.seconds["decode"]
     try:
         goes_on, stage = session.agree(transport.wait(status)), 0
+        if session.estranged:
+            transport.leave_behind(pending.values())
+            pending = {}
         while pending:
             stage, under_way, pending = stage + 1, pending, {}
             for bucket in sorted(under_way):

@@ -13,7 +13,7 @@ handler aborts it. Start with `python -m mpi4py script.py`, so that an exception
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,6 +98,10 @@ class Transport:
 
     def __init__(self, comm: MPI.Comm):
         self.comm = comm
+        self._left: list[Handle] = []  # MPI may still read their buffers
+
+    def leave_behind(self, handles: Iterable[Handle]) -> None:
+        self._left += handles
 
     def submit(self, request: Collective, name: str) -> Handle:
         if isinstance(request, AllReduce):

@@ -6,8 +6,11 @@ Horovod remembers what the ranks have agreed on of an allgather or alltoall, and
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
@@ -42,7 +45,13 @@ class Transport:
 
     def leave_behind(self, handles: Iterable[Handle]) -> None:
         """Nobody waits for these any more; those that follow have other names, but for the records."""
-        self._left = [handle for handle in (*self._left, *handles) if not self.done(handle)]
+        left, self._left = [*self._left, *handles], []
+        for handle in left:
+            if not self.done(handle):
+                self._left.append(handle)
+                continue
+            with contextlib.suppress(hvd.HorovodInternalError):
+                hvd.synchronize(handle.number)  # Horovod forgets it
         self._renewed += 1
 
     def submit(self, request: Collective, name: str) -> Handle:
@@ -80,6 +89,19 @@ class Transport:
             received, sizes = reply
             return np.split(received.numpy().reshape(-1), np.cumsum(sizes.numpy())[:-1])
         return frame.split(reply.numpy().reshape(-1), self._set.size())
+
+
+def blocked() -> bool:
+    """Whether a thread of this process waits for Horovod."""
+    return any(map(_waits, sys._current_frames().values()))
+
+
+def _waits(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is hvd.synchronize.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _turned(payload: torch.Tensor, turn: int) -> torch.Tensor:

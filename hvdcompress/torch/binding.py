@@ -85,7 +85,7 @@ class Binding:
             if number not in arrived and gradient is not None and gradient.is_sparse and gradient.shape == tensor.shape:
                 sparse.append((number, gradient))
         if len(sparse) > 1:  # two embeddings of one shape: only their content tells them apart
-            sparse = [(number, gradient) for number, gradient in sparse if torch.equal(gradient.to_dense(), tensor)]
+            sparse = [(number, gradient) for number, gradient in sparse if _same(gradient.to_dense(), tensor)]
         if not sparse:
             raise UnboundError(
                 f"a gradient of {_dtype(tensor)}{list(tensor.shape)} belongs to none of the {len(self.bounds)} parameters that "
@@ -129,6 +129,11 @@ class Binding:
             f"tensor {bound.name}": f"{bound.kind}, " + ("dense" if bound.bucket is None else f"in bucket {bound.bucket}")
             for bound in self.bounds
         }
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all elements are equal, or both NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _dtype(tensor: torch.Tensor) -> str:

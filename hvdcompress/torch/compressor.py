@@ -20,7 +20,7 @@ from .. import adapter, memory, options, traffic, watch
 from ..adapter import Cut
 from ..core import AllGather, Array, Group, Reducer
 from ..drivers import blocking
-from ..drivers.torch import Handle, Transport
+from ..drivers.torch import Handle, Transport, blocked
 from ..errors import CompressionError
 from ..session import STATUS_BYTES, Session, Stats, with_options
 from . import regroup
@@ -99,6 +99,7 @@ class Compressor:
         self._to_tell: CompressionError | None = None  # in the next step, to every rank
         self._order: list[int] = []  # in which the gradients of the last step came
         self._caller: weakref.ref[torch.optim.Optimizer] | None = None  # Horovod's, which began the step
+        self._submitted: Any  # Horovod's own record of what its optimizer has submitted; another one after a reset
         self._status: Handle | None
         self._ended: bool
         self._begin_step()
@@ -125,6 +126,7 @@ class Compressor:
         if not self._arrived:
             caller = _calling_optimizer(self)
             self._caller = weakref.ref(caller) if caller is not None else None
+            self._submitted = getattr(caller, "_handles", None)
             if self._scaler is not None:
                 self._scale = float(self._scaler.get_scale())
                 session.agree_on("loss scale", self._scale)
@@ -194,12 +196,14 @@ class Compressor:
         """
         with_options(self.method, {**self._changes, **options})
         if self._session is not None:
+            self._settle()
             self._session.change(**options)
         self._changes.update(options)
 
     def reset(self) -> None:
         """Empties the memory, as after weights were replaced; call it between two steps, on every rank alike."""
         if self._session is not None:
+            self._settle()
             self._session.reset()
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,6 +230,7 @@ class Compressor:
         if self._session is None:
             self._to_load = {**state, "arrays": arrays}
         else:
+            self._settle()
             self._session.load_state_dict({**state, "arrays": arrays})
 
     def fail(self, error: CompressionError) -> None:
@@ -233,9 +238,9 @@ class Compressor:
         self._to_tell = error
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: the options and the memory, of which every rank has its own; nothing of what is going on."""
-        own = {**self.__dict__, "_session": None, "_transport": None, "_greeting": None, "_to_load": self._kept()}
-        return {**own, "_caller": None, "_pending": {}, "_status": None, "_means": None, "_arrived": {}, "_ended": True}
+        """For copies: the options, and the memory of this rank; nothing of what is going on, and no scaler."""
+        nothing = dict.fromkeys(("_session", "_transport", "_greeting", "_caller", "_submitted", "_scaler", "_status", "_means"))
+        return {**self.__dict__, **nothing, "_to_load": self._kept(), "_pending": {}, "_arrived": {}, "_ended": True}
 
     # A step
 
@@ -244,21 +249,26 @@ class Compressor:
         self._missing = [len(layout.names) for layout in self.binding.layouts]
         self._pending: dict[int, Handle] = {}
         self._status = None
+        self._submitted = None
         self._means: list[Array] | None = None
         self._failure: str | None = None  # no exception: its traceback would keep the step's graph, and so Horovod's hooks
         self._ended = False
 
     def _given_up(self, number: int) -> bool:
         """Whether what arrived before is of a backward pass that was given up: it comes anew, or Horovod has forgotten it."""
-        optimizer = _calling_optimizer(self)
-        if number in self._arrived or not self._arrived or optimizer is None:
+        if number in self._arrived or not self._arrived or self._submitted is None:
             return number in self._arrived
-        own, last = (self.binding.bounds[which].parameter for which in (number, next(reversed(self._arrived))))
-        groups: Mapping[Any, Any] = getattr(optimizer, "_p_to_group", {})
-        if last in groups and groups.get(own) is groups[last]:  # the group of both is under way
-            return False
-        handle, _ = optimizer._handles.get(groups.get(last, last), (None, None))  # type: ignore[attr-defined]
-        return handle is None
+        optimizer = _calling_optimizer(self)
+        return optimizer is not None and optimizer._handles is not self._submitted  # type: ignore[attr-defined]
+
+    def _settle(self) -> None:
+        """Before what is for between two steps: raises in the middle of one, and forgets one that Horovod has forgotten."""
+        if self._session is None or self._ended or not self._arrived:
+            return
+        caller = self._caller() if self._caller is not None else None
+        if caller is not None and self._submitted and caller._handles is self._submitted:  # type: ignore[attr-defined]
+            raise CompressionError("the memory can be changed between two steps only: let the optimizer end this one before")
+        self._restart(self._session)
 
     def _check_caller(self) -> None:
         """Raises if a gradient came twice since the hooks of two optimizers are at work, which Horovod would not tell in time."""
@@ -271,10 +281,11 @@ class Compressor:
 
     def _restart(self, session: Session) -> None:
         """Begins the step anew. What was submitted is left behind: a rank that has come less far never answers it."""
-        if self._status is not None:
-            self._transport_in_use.wait(self._status)
+        error = session.read_late(self._transport_in_use.wait(self._status)) if self._status is not None else None
         self._transport_in_use.leave_behind(self._pending.values())
         session.restart()
+        if error is not None:
+            session.fail(error)
         self._begin_step()
 
     def _connect(self, error: CompressionError | None = None) -> Session:
@@ -291,13 +302,14 @@ class Compressor:
                 session.change(**self._changes)
                 if self._to_load is not None:
                     session.load_state_dict(self._to_load)
-            except CompressionError as failure:
-                error = error or failure
+                session.blocked = blocked
+                watch.over(session)
+            except (CompressionError, ValueError) as failure:
+                error = error or CompressionError(str(failure))
             error = error or self._second_momentum()
             if error is not None:
                 session.fail(error)
             transport = self._transport_in_use
-            watch.over(session)
             greeting = transport.submit(AllGather(session.handshake()), blocking.STATUS)
             deadline = time.monotonic() + adapter.patience()
             while not transport.done(greeting) and time.monotonic() < deadline:
@@ -327,16 +339,23 @@ class Compressor:
         kept, (rank, size) = self.state_dict(), self.place
         self.begin_anew()
         number = next(_instances[self._set.process_set_id])
-        brought = regroup.exchange(kept, number, self._set)
+        brought = regroup.exchange(kept, number, self._changes, self._set)
         self._number(max(one.number for one in brought))
         memories = [one.memory for one in brought if one.memory]
+        self._changes = next((one.changes for one in brought if one.memory), self._changes)
         if [(one["rank"], one["facts"][memory.RANKS]) for one in memories] == [(r, str(size)) for r in range(size)]:
             self.load_state_dict(kept)
         elif memories:
             self.load_state_dict(memory.redistributed(memories, self.method, rank, size))
 
-    def begin_anew(self, kept: Mapping[str, Any] | None = None) -> None:
+    def committed(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What elastic Horovod restores by `begin_anew`: the memory, and the options that were changed."""
+        return self.state_dict(), dict(self._changes)
+
+    def begin_anew(self, kept: Mapping[str, Any] | None = None, changes: Mapping[str, Any] | None = None) -> None:
         """As before the first step, with a memory to be loaded then: what was going on is given up."""
+        if changes is not None:
+            self._changes = dict(changes)
         self._session, self._transport, self._greeting, self._to_load = None, None, None, None
         self._begin_step()
         self.load_state_dict(kept or {})
@@ -415,7 +434,8 @@ class Compressor:
         if self._greeting is not None:
             greeting, self._greeting = self._greeting, None
             session.check_handshake(transport.wait(greeting))
-        missing = self.binding.missing(self._arrived) or _unhooked(_calling_optimizer(self))
+        optimizer = _calling_optimizer(self)
+        missing = self.binding.missing(self._arrived) or _unhooked(optimizer) or _unscaled(self._scaler, optimizer)
         if missing is not None:
             session.fail(missing)
         for bucket in range(len(self._flat)):
@@ -442,6 +462,18 @@ def _calling_optimizer(compressor: Compressor) -> torch.optim.Optimizer | None:
             return caller
         frame = frame.f_back
     return None
+
+
+def _unscaled(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None) -> CompressionError | None:
+    """An error if gradients were divided by the loss scale while, and before, they were averaged."""
+    states = getattr(scaler, "_per_optimizer_states", {})
+    stage = states[id(optimizer)]["stage"] if id(optimizer) in states else None
+    if getattr(stage, "name", "READY") == "READY":
+        return None
+    return CompressionError(
+        "gradients were unscaled before they were averaged: call optimizer.synchronize(), then scaler.unscale_(optimizer), and "
+        "scaler.step(optimizer) under optimizer.skip_synchronize()"
+    )
 
 
 def _unhooked(optimizer: torch.optim.Optimizer | None) -> CompressionError | None:

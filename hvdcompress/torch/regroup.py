@@ -29,22 +29,25 @@ class Brought(NamedTuple):
     Attributes:
         number: the next one free for a compressor.
         memory: in the form of `hvdcompress.memory`, empty if it has none.
+        changes: of the method's options.
     """
 
     number: int
     memory: Mapping[str, Any]
+    changes: dict[str, Any]
 
 
-def exchange(memory: Mapping[str, Any], number: int, process_set: Any) -> list[Brought]:
+def exchange(memory: Mapping[str, Any], number: int, changes: Mapping[str, Any], process_set: Any) -> list[Brought]:
     """What every rank comes with; of a memory's arrays, each is sent when all ranks ask for it."""
     arrays = memory.get("arrays", {})
     own = {
         "number": number,
+        "changes": dict(changes),
         "memory": {name: value for name, value in memory.items() if name != "arrays"},
         "arrays": {name: [str(array.numpy().dtype), list(array.shape)] for name, array in arrays.items()},
     }
     transport = Transport(f"hvdcompress.{process_set.process_set_id}.again", process_set)
-    payload = frame.pack(ADDRESS, np.frombuffer(json.dumps(own).encode(), np.uint8))
+    payload = frame.pack(ADDRESS, np.frombuffer(json.dumps(own, default=str).encode(), np.uint8))
     frames = transport.wait(transport.submit(AllGather(payload), "heads"))
     brought = []
     for rank, buffer in enumerate(frames):
@@ -52,7 +55,7 @@ def exchange(memory: Mapping[str, Any], number: int, process_set: Any) -> list[B
         held = theirs["memory"]
         if held:
             held = {**held, "arrays": _Arrays(rank, theirs["arrays"], arrays, process_set)}
-        brought.append(Brought(theirs["number"], held))
+        brought.append(Brought(theirs["number"], held, theirs["changes"]))
     return brought
 
 
@@ -89,10 +92,10 @@ class CompressorHandler(StateHandler):  # type: ignore[misc]
         self.save()
 
     def save(self) -> None:
-        self._saved = self.value.state_dict()
+        self._saved = self.value.committed()
 
     def restore(self) -> None:
-        self.value.begin_anew(self._saved)
+        self.value.begin_anew(*self._saved)
 
     def sync(self) -> None:
         self.value.meet_again()

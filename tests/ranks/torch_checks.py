@@ -944,6 +944,104 @@ def copies_have_the_memory_and_no_handles():
         same_bits(memory(compressor).values(), before.values(), f"{text}, rank {RANK}")
 
 
+@check_of_two
+def groups_with_unused_members_are_averaged():
+    """Horovod submits the members of a group that is not complete one by one, at the end of the step."""
+    results = []
+    for compressed in (False, True):
+        model = Given(*SHAPES)
+        weights = list(model.weights)
+        optimizer = wrap(
+            model, hvc.Compression.dense(model) if compressed else hvc.Compression.none, groups=[weights[:2], weights[2:4]]
+        )
+        for step in range(3):
+            reduce(model, optimizer, given_grads(step, RANK), order=[0, 2])
+        results.append([p.detach().clone() for p in model.weights])
+    for one, other in zip(*results):
+        assert_allclose(other, one, rtol=1e-6, atol=1e-7)
+
+
+@check_of_two
+def memories_of_two_runs_are_not_mixed():
+    """Though they are of the same training and the same step."""
+    runs = []
+    for _ in range(2):
+        model = Given(*SHAPES)
+        compressor = hvc.Compression.dore(model, block=16, exchange="allgather")
+        optimizer = wrap(model, compressor)
+        for step in range(2):
+            reduce(model, optimizer, given_grads(step, RANK))
+        runs.append(compressor.state_dict())
+    for mine, fine in ((runs[0], True), (runs[RANK % 2], False)):
+        model = Given(*SHAPES)
+        compressor = hvc.Compression.dore(model, block=16, exchange="allgather")
+        compressor.load_state_dict(mine)
+        optimizer = wrap(model, compressor)
+        if fine:
+            reduce(model, optimizer, given_grads(2, RANK))
+            if RANK == 0:
+                compressor.load_state_dict({**mine, "step": 3})
+            raised_everywhere(lambda: reduce(model, optimizer, given_grads(3, RANK)), "no longer agree", "loaded")
+        else:
+            raised_everywhere(lambda: reduce(model, optimizer, given_grads(2, RANK)), "memory taken up: of run")
+
+
+@check_of_two
+def memory_is_changed_between_two_steps_only():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.dore(model, block=16, exchange="sharded")
+    optimizer = wrap(model, compressor)
+    reduce(model, optimizer, given_grads(0, RANK))
+    saved = compressor.state_dict()
+    optimizer.zero_grad()
+    model.loss(given_grads(1, RANK)).backward()
+    for change in (compressor.reset, lambda: compressor.load_state_dict(saved), lambda: compressor.change(alpha=0.2)):
+        with pytest.raises(CompressionError, match="between two steps only"):
+            change()
+    optimizer.step()
+    forgotten = memory(compressor)
+    optimizer.zero_grad()
+    model.loss(given_grads(2, RANK)).backward()
+    forget(optimizer)
+    compressor.load_state_dict(saved)
+    for name, array in memory(compressor).items():
+        same_bits([array], [saved["arrays"][name].numpy()], name)
+    assert any((array != forgotten[name]).any() for name, array in memory(compressor).items())
+    reduce(model, optimizer, given_grads(1, RANK))
+
+
+@check_of_two
+def gradients_that_are_unscaled_too_early_are_an_error_on_every_rank():
+    model, scaler = Given(*SHAPES), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = wrap(model, hvc.Compression.dore(model, scaler=scaler))
+    optimizer.zero_grad()
+    scaler.scale(model.loss(given_grads(0, RANK))).backward()
+    raised_everywhere(lambda: scaler.step(optimizer), "unscaled before they were averaged", "skip_synchronize")
+
+
+@check_of_two
+def a_failure_that_comes_after_the_record_is_told_with_the_next_one():
+    model = Given(*SHAPES)
+    compressor = hvc.Compression.qsgd(model, exchange="allgather")
+    optimizer = wrap(model, compressor)
+    reduce(model, optimizer, given_grads(0, RANK))
+    wind_up = compressor._wind_up
+
+    def failing(session, factor):
+        session.fail(CompressionError("on purpose"))
+        return wind_up(session, factor)
+
+    if RANK == 0:
+        compressor._wind_up = failing
+        with pytest.raises(CompressionError, match="on purpose"):
+            reduce(model, optimizer, given_grads(1, RANK))
+        compressor._wind_up = wind_up
+        forget(optimizer)
+    else:
+        reduce(model, optimizer, given_grads(1, RANK))
+    raised_everywhere(lambda: reduce(model, optimizer, given_grads(2, RANK)), "rank 0: on purpose")
+
+
 @check
 def without_horovods_hooks_statistics_are_zero():
     model = Given(*SHAPES)

@@ -57,6 +57,7 @@ def test_digits_are_learned_with_keras(compression: str, tmp_path: Path) -> None
     assert list((tmp_path / "train").glob("events.*"))
 
 
+@pytest.mark.slow
 def test_digits_are_learned_in_a_loop_of_ones_own() -> None:
     options = ["--compression", "sketch:momentum=0", "--data", "digits", "--epochs", "6"]
     done = mpirun(2, EXAMPLES / "tensorflow_custom_loop.py", *options, timeout=100)

@@ -14,7 +14,8 @@ SCRIPT = RANKS / "peer_faults.py"
 
 
 @pytest.mark.parametrize(
-    ("framework", "ranks"), [("torch", 3), pytest.param("tensorflow", 2, marks=pytest.mark.slow), ("mpi", 2)]
+    ("framework", "ranks"),
+    [("torch", 3), pytest.param("tensorflow", 2, marks=pytest.mark.slow), pytest.param("mpi", 2, marks=pytest.mark.slow)],
 )
 def test_a_rank_that_is_slow_or_frozen_is_named(framework: str, ranks: int) -> None:
     done = mpirun(ranks, SCRIPT, framework, "frozen", timeout=90, HVDCOMPRESS_STALL_SECONDS=str(STALL))

@@ -28,6 +28,7 @@ SLOW_STARTS = {
     ("torch_cases.py", 3),
     ("torch_cases.py", 4),
     ("tensorflow_checks.py", 3),
+    ("tensorflow_cases.py", 3),
     ("framework_checks.py", 1),
     ("framework_checks.py", 2),
     ("framework_checks.py", 3),
@@ -59,7 +60,8 @@ def test_on_ranks(run_checks: Run, script: str, ranks: int, check: str, pytestco
         assert result.get(check) == "ok", f"rank {rank}: {result.get(check, 'was not begun')}\n{output[-3000:]}"
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m == "dore" else [pytest.mark.slow]) for m in PAPERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PAPERS)
 def test_runs_are_the_same_bit_for_bit_where_nothing_is_fused(tmp_path: Path, method: str) -> None:
     check = f"draws_are_shared_and_are_no_others[{method}]"
     done = mpirun(3, RANKS / "torch_cases.py", tmp_path, check, timeout=60, HOROVOD_FUSION_THRESHOLD="0")

@@ -39,7 +39,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
 def test_the_same_number_of_ranks_goes_on_bit_for_bit(weights, framework: str, method: str) -> None:
     whole, resumed = weights(framework, "save", method, 2), weights(framework, "resume", method, 2)
     for rank in range(2):

@@ -11,9 +11,11 @@ caller's to save and load, and are of the same step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from .core import Reducer
 from .errors import CompressionError
-from .memory import RANKS, check, redistributed
+from .memory import RANKS, Arrays, check, redistributed
 
 
 class Compressor(Protocol):
@@ -93,10 +95,11 @@ def restore(compression: Compressor, directory: str | os.PathLike[str], **expect
     here = [path for path in (path_of(directory, 0), own) if path.exists()]
     if not here:
         return False
+    read = cache(lambda path: _read(path, expected))
     try:
-        before = _ranks(_read(here[0], expected), size)
+        before = _ranks(read(here[0]), size)
         if before == size and own.exists():
-            compression.load_state_dict(_loaded(_read(own, expected)))
+            compression.load_state_dict(_loaded(read(own)))
         else:
             paths = [path_of(directory, old) for old in range(before)]
             for path in paths:
@@ -106,7 +109,7 @@ def restore(compression: Compressor, directory: str | os.PathLike[str], **expect
                         "put the files of all ranks into one directory that every rank sees; or begin with an empty memory, in "
                         "another directory"
                     )
-            compression.load_state_dict(_redistributed([_read(path, expected) for path in paths], compression))
+            compression.load_state_dict(_redistributed([read(path) for path in paths], compression))
     except Exception as error:  # whatever is wrong with a file, all ranks are to hear of it
         told = error if isinstance(error, CompressionError) else CompressionError(f"{here[0]} cannot be taken up: {error}")
         compression.fail(told)
@@ -129,37 +132,21 @@ def path_of(directory: str | os.PathLike[str], rank: int) -> Path:
 TEXT, ARRAY = "text", "array"  # the member of a file that has all but arrays, and what stands in it for one of them
 
 
-class _Arrays(Mapping[str, NDArray[Any]]):
-    """Arrays of a file, each read when it is asked for: there may be more in the files of all ranks than there is room for."""
-
-    def __init__(self, path: Path, members: Mapping[str, str]):
-        self._path, self._members = path, members
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        member = self._members[name]
-        with _explained(self._path), self._path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            array: NDArray[Any] = file[member]
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
+def _array(path: Path, members: Mapping[str, str], name: str) -> NDArray[Any]:
+    with _explained(path), path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+        array: NDArray[Any] = file[members[name]]
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-class _explained:
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
     """Makes a CompressionError of whatever is wrong with a file."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, CompressionError):
-            raise CompressionError(f"{self._path} is no memory of a compressor, or cut: {error}") from error
+    try:
+        yield
+    except CompressionError:
+        raise
+    except Exception as error:
+        raise CompressionError(f"{path} is no memory of a compressor, or cut: {error}") from error
 
 
 def _read(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +156,8 @@ def _read(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
             whole = json.loads(file[TEXT].tobytes())
         further, memory = whole["further"], whole["memory"]
         for one in _sets(memory):
-            one["arrays"] = _Arrays(path, {name: marker[ARRAY] for name, marker in one["arrays"].items()})
+            members = {name: marker[ARRAY] for name, marker in one["arrays"].items()}
+            one["arrays"] = Arrays(members, partial(_array, path, members))
             check(one)
     for name, value in expected.items():
         if further.get(name) != value:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .core import Group, Layout, Reducer, State
 from .errors import CompressionError
@@ -113,6 +114,24 @@ def redistributed(memories: Sequence[Mapping[str, Any]], method: Reducer, rank: 
                 stacklevel=2,
             )
     return of(states, first["step"], group, {**first["facts"], RANKS: str(size)}, first["run"])
+
+
+class Arrays(Mapping[str, NDArray[Any]]):
+    """Arrays that are fetched when they are asked for: those of all ranks together may be more than there is room for."""
+
+    def __init__(self, names: Iterable[str], fetch: Callable[[str], NDArray[Any]]):
+        self._names, self._fetch = list(names), fetch
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._fetch(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class _Owed:

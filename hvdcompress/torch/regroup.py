@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.torch as hvd
@@ -15,12 +16,11 @@ from numpy.typing import NDArray
 from .. import frame
 from ..core import AllGather
 from ..drivers.torch import Transport
+from ..memory import Arrays
+from ..session import ADDRESS
 
 if TYPE_CHECKING:
     from .compressor import Compressor
-
-
-ADDRESS = frame.Address(frame.STATUS, 0, 0, 0)
 
 
 class Brought(NamedTuple):
@@ -54,31 +54,20 @@ def exchange(memory: Mapping[str, Any], number: int, changes: Mapping[str, Any],
         theirs = json.loads(frame.unpack(buffer, ADDRESS, rank).tobytes())
         held = theirs["memory"]
         if held:
-            held = {**held, "arrays": _Arrays(rank, theirs["arrays"], arrays, process_set)}
+            forms = theirs["arrays"]
+            held = {**held, "arrays": Arrays(forms, partial(_broadcast, rank, forms, arrays, process_set))}
         brought.append(Brought(theirs["number"], held, theirs["changes"]))
     return brought
 
 
-class _Arrays(Mapping[str, NDArray[Any]]):
-    """A rank's arrays, broadcast one by one: those of all ranks together may be more than there is room for."""
-
-    def __init__(self, rank: int, forms: Mapping[str, tuple[str, list[int]]], own: Mapping[str, torch.Tensor], process_set: Any):
-        self._rank, self._forms, self._own, self._set = rank, forms, own, process_set
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        dtype, shape = self._forms[name]
-        mine = self._set.rank() == self._rank
-        tensor = self._own[name] if mine else torch.from_numpy(np.empty(shape, dtype))
-        root = self._set.ranks[self._rank] if self._set.ranks else self._rank
-        name = f"hvdcompress.{self._set.process_set_id}.again.{name}"
-        array: NDArray[Any] = hvd.broadcast(tensor, root_rank=root, name=name, process_set=self._set).numpy()
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._forms)
-
-    def __len__(self) -> int:
-        return len(self._forms)
+def _broadcast(rank: int, forms: Mapping[str, Any], own: Mapping[str, torch.Tensor], process_set: Any, name: str) -> NDArray[Any]:
+    """A rank's array, on every rank that asks for it at the same time."""
+    dtype, shape = forms[name]
+    tensor = own[name] if process_set.rank() == rank else torch.from_numpy(np.empty(shape, dtype))
+    root = process_set.ranks[rank] if process_set.ranks else rank
+    name = f"hvdcompress.{process_set.process_set_id}.again.{name}"
+    array: NDArray[Any] = hvd.broadcast(tensor, root_rank=root, name=name, process_set=process_set).numpy()
+    return array
 
 
 class CompressorHandler(StateHandler):  # type: ignore[misc]

@@ -143,11 +143,10 @@ class Session:
     def _begin(self) -> None:
         self._finite = True
         self._failure: BaseException | None = self._unreported
-        self._verdict: bool | CompressionError = False
+        self._verdict: bool | CompressionError | None = None  # None until the records are read
         self._runs: dict[int, _Run] = {}
         self._sent = traffic.Traffic()
         self._figures: dict[str, float] = {}
-        self._awaited: dict[int | None, str] = {}  # by bucket, and the records
         self._own_part_done = False
 
     def predicted_bytes(self) -> float:
@@ -263,7 +262,16 @@ class Session:
 
     def awaited(self) -> list[str]:
         """What of its peers this rank waits for, having done its part of the step; nothing if it has not."""
-        return list(self._awaited.values()) if self._own_part_done else []
+        if not self._own_part_done:
+            return []
+        # Asked from another thread: a run may go on meanwhile.
+        under_way = [(bucket, run.stage, run.stages) for bucket, run in list(self._runs.items()) if run.request is not None]
+        buckets = [
+            f"bucket {bucket} in stage {stage + 1} of {len(stages)} ({stages[stage].kind.__name__.lower()})"
+            for bucket, stage, stages in under_way
+            if stage < len(stages)
+        ]
+        return buckets if self._verdict is not None else [*buckets, "the status records"]
 
     def idle(self) -> float:
         """Seconds since anything happened."""
@@ -320,18 +328,17 @@ class Session:
         request = self._resume(bucket, None)
         self.seconds["encode"] += time.perf_counter() - began
         assert request is not None, f"{self.reducer} asked for no collective"
-        self._awaits(bucket)
+        self._moved = time.monotonic()
         return request
 
     def record(self) -> Bytes:
         """How this rank stands, when every bucket is started."""
-        self._own_part_done = True
-        self._awaits(None)
+        self._own_part_done, self._moved = True, time.monotonic()
         return self._record(OK if self._finite else NONFINITE)
 
     def agree(self, records: Sequence[Bytes]) -> bool:
         """Reads every rank's record: does the step go on? If not, replies that are under way must still be awaited."""
-        self._awaits(None, over=True)
+        self._moved = time.monotonic()
         try:
             self.nonfinite = [rank for rank, r in enumerate(self._read(records, first=False)) if r.status != OK]
             self._verdict = not self.nonfinite
@@ -344,7 +351,7 @@ class Session:
         began = time.perf_counter()
         request = self._resume(bucket, reply)
         self.seconds["decode"] += time.perf_counter() - began
-        self._awaits(bucket, over=request is None)
+        self._moved = time.monotonic()
         return request
 
     def finish(self, limits: Sequence[float] = ()) -> list[Array] | None:
@@ -406,18 +413,6 @@ class Session:
             request = self._substitute(bucket, run.stages[run.stage])
         run.request = request
         return request
-
-    def _awaits(self, bucket: int | None, over: bool = False) -> None:
-        """Takes note of what is waited for, by whoever asks while this rank is waiting."""
-        self._moved = time.monotonic()
-        if over:
-            self._awaited.pop(bucket, None)
-        elif bucket is None:
-            self._awaited[None] = "the status records"
-        else:
-            run = self._runs[bucket]
-            kind = run.stages[run.stage].kind.__name__.lower()
-            self._awaited[bucket] = f"bucket {bucket} in stage {run.stage + 1} of {len(run.stages)} ({kind})"
 
     def _substitute(self, bucket: int, stage: Stage) -> Collective:
         """A collective that keeps the peers from waiting when this rank has nothing to give, and tells them."""

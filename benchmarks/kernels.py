@@ -49,7 +49,7 @@ def times_ms(run: Callable[[], Any], repetitions: int) -> list[float]:
 def compiled_or_numpy(kernels: Any, x: np.ndarray, out: np.ndarray) -> Timed:
     keys = [derive_key(1, row) for row in range(ROWS)]
     table = np.zeros((ROWS, COLUMNS), np.float32)
-    payload, levels = native.ternary_encode(x, BLOCK, 1, 0, False), native.levels_encode(x, BLOCK, LEVELS, 1, 0, False)
+    payload, levels = native.ternary_encode(x, BLOCK, 1, 0, False)[0], native.levels_encode(x, BLOCK, LEVELS, 1, 0, False)
     return {
         "sketch_accumulate": lambda: kernels.sketch_accumulate(x, 0, table, TILE, keys),
         "sketch_estimate": lambda: kernels.sketch_estimate(x.size, 0, table, TILE, keys),

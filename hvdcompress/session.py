@@ -342,6 +342,8 @@ class Session:
         try:
             self.nonfinite = [rank for rank, r in enumerate(self._read(records, first=False)) if r.status != OK]
             self._verdict = not self.nonfinite
+            if self.nonfinite and not isinstance(self._failure, frame.Excused):
+                self._unreported = self._failure  # of a reply that came before the records: no excuse will follow
         except CompressionError as error:
             self._verdict = error
         return self._verdict is True

@@ -73,15 +73,20 @@ def test_ternary(kind: str) -> None:
         x, before = vector(kind, n), vector("normal", n, 1)
         for block, byte_scales, l2 in itertools.product((1, 7, 64) if n < 100 else (37, 256), (False, True), (False, True)):
             first, factor = 16 * (n % 5), (1.0, -0.3, 1e-38)[n % 3]
-            payload = definition.ternary_encode(x, block, 77 + n, first, byte_scales, l2)
+            payload, _ = definition.ternary_encode(x, block, 77 + n, first, byte_scales, l2)
             expected = before.copy()
             nonzeros = definition.ternary_decode_add(payload, expected, block, factor, byte_scales)
+            beside = np.full_like(before, 7)
+            definition.ternary_decode_add(payload, beside, block, factor, byte_scales, before)
+            same_where_finite(beside, expected, "from a base")
             for configuration in everywhere():
                 where = f"{configuration}: {kind}, {n} elements, block {block}, byte scales {byte_scales}, l2 {l2}"
-                same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales, l2), payload, where)
-                got = before.copy()
+                same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales, l2)[0], payload, where)
+                got, beside = before.copy(), np.full_like(before, 7)
                 assert native.ternary_decode_add(payload, got, block, factor, byte_scales) == nonzeros, where
                 same_where_finite(got, expected, where)
+                native.ternary_decode_add(payload, beside, block, factor, byte_scales, before)
+                same_where_finite(beside, expected, f"{where}, from a base")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -148,10 +153,9 @@ def test_figures_agree() -> None:
         x = vector(kind, n)
         assert_allclose(native.sum_of_squares(x), definition.sum_of_squares(x), rtol=1e-12)
         for block, byte_scales in ((64, True), (37, False)):
-            noise = definition.ternary_noise(x, block, byte_scales)
-            assert_allclose(
-                native.ternary_noise(x, block, byte_scales), noise, rtol=1e-6, atol=1e-9 * definition.sum_of_squares(x)
-            )
+            noise = definition.ternary_encode(x, block, 1, 0, byte_scales)[1]
+            got = native.ternary_encode(x, block, 1, 0, byte_scales)[1]
+            assert_allclose(got, noise, rtol=1e-6, atol=1e-9 * definition.sum_of_squares(x))
             for levels, l2 in ((1, True), (7, False)):
                 noise = definition.levels_noise(x, block, levels, l2)
                 got = native.levels_noise(x, block, levels, l2)
@@ -165,7 +169,7 @@ def test_spoilt_payloads_are_refused_alike(codec: str) -> None:
         n, block, byte_scales = int(rng.integers(0, 200)), int(rng.choice([1, 7, 32])), bool(rng.integers(2))
         x = vector("normal", n, trial)
         if codec == "ternary":
-            payload, options = definition.ternary_encode(x, block, trial, 0, byte_scales), (block, 1.0, byte_scales)
+            payload, options = definition.ternary_encode(x, block, trial, 0, byte_scales)[0], (block, 1.0, byte_scales)
         else:
             payload, options = definition.levels_encode(x, block, 3, trial, 0, byte_scales), (block, 3, 1.0)
         if payload.size and trial % 3:
@@ -187,7 +191,7 @@ def test_spoilt_payloads_are_refused_alike(codec: str) -> None:
 
 def test_arrays_of_another_kind_are_refused() -> None:
     x = np.ones(10, np.float32)
-    payload = definition.ternary_encode(x, 4, 1, 0, False)
+    payload, _ = definition.ternary_encode(x, 4, 1, 0, False)
     for bad in (x.astype(np.float64), np.ones((10, 2), np.float32)[:, 0]):
         with pytest.raises(TypeError, match="float32"):
             native.ternary_encode(bad, 4, 1, 0, False)

@@ -65,11 +65,11 @@ class Ternary:
 
     def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
         x, l2 = x.reshape(-1), self.norm == "l2"
-        payload = kernels.ternary_encode(x, self.block, key, start // self.block, self._byte_scales, l2)
-        return Encoded(payload, kernels.ternary_noise(x, self.block, self._byte_scales, l2))
+        return Encoded(*kernels.ternary_encode(x, self.block, key, start // self.block, self._byte_scales, l2))
 
-    def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
-        nonzeros = kernels.ternary_decode_add(payload, out.reshape(-1), self.block, factor, self._byte_scales)
+    def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0, base: Array | None = None) -> float:
+        base = None if base is None else base.reshape(-1)
+        nonzeros = kernels.ternary_decode_add(payload, out.reshape(-1), self.block, factor, self._byte_scales, base)
         return nonzeros / max(1, out.size)
 
     def expected_bytes(self, shape: tuple[int, ...], density: float | None = None) -> float:

@@ -23,6 +23,9 @@ class Transport(Protocol):
 
     def wait(self, handle: Any) -> Any: ...
 
+    def earlier(self, handle: Any, other: Any) -> bool:
+        """Waits for one of two collectives; True if the reply to the first is there, and to the second not yet."""
+
     def leave_behind(self, handles: Iterable[Any]) -> None:
         """Nobody waits for these any more."""
 
@@ -45,22 +48,49 @@ def wind_up(
     """
     began, busy = time.perf_counter(), session.seconds["decode"]
     try:
-        goes_on, stage = session.agree(transport.wait(status)), 0
+        ready: dict[int, Collective] = {}
+        failure: Exception | None = None
+        try:
+            _decode_early(session, transport, pending, status, ready)
+        except Exception as error:  # the records may say why
+            failure = error
+        goes_on = session.agree(transport.wait(status))
         if session.estranged:
             transport.leave_behind(pending.values())
             pending = {}
+        elif failure is not None:
+            raise failure
+        stage, under_way = 1, {}
+        if goes_on:
+            under_way = {bucket: transport.submit(request, name(bucket, stage)) for bucket, request in ready.items()}
         while pending:
-            stage, under_way, pending = stage + 1, pending, {}
-            for bucket in sorted(under_way):
-                reply = transport.wait(under_way[bucket])
+            for bucket in sorted(pending):
+                reply = transport.wait(pending[bucket])
                 request = session.advance(bucket, reply) if goes_on else None
                 if request is not None:
-                    pending[bucket] = transport.submit(request, name(bucket, stage))
+                    under_way[bucket] = transport.submit(request, name(bucket, stage))
+            stage, pending, under_way = stage + 1, under_way, {}
     except Exception:
         session.restart()
         raise
     session.seconds["wait"] += time.perf_counter() - began - (session.seconds["decode"] - busy)
     return session.finish(limits)
+
+
+def _decode_early(
+    session: Session, transport: Transport, pending: dict[int, Any], status: Any, ready: dict[int, Collective]
+) -> None:
+    """Takes out of `pending` the buckets whose first replies come before the records, and puts what they ask for next in `ready`.
+
+    Nothing of that is submitted until the records are read, so that no rank goes on where another does not. The last
+    bucket's reply is left: nothing is under way any more while it would be worked on.
+    """
+    for bucket in sorted(pending)[:-1]:
+        if not transport.earlier(pending[bucket], status):
+            return
+        request = session.advance(bucket, transport.wait(pending.pop(bucket)))
+        if request is not None:
+            ready[bucket] = request
 
 
 def name(bucket: int, stage: int) -> str:

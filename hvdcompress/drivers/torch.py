@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from types import FrameType
@@ -21,6 +22,8 @@ from .. import frame
 from ..core import AllReduce, AllToAll, Collective
 from ..errors import CompressionError
 from .blocking import STATUS
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-5, 5e-3  # seconds, between two looks at whether a collective is done
 
 
 class Handle(NamedTuple):
@@ -73,7 +76,19 @@ class Transport:
         """True if `wait` would not block."""
         return bool(hvd.poll(handle.number))
 
+    def earlier(self, handle: Handle, other: Handle) -> bool:
+        self._pause_until(handle, other)
+        return not self.done(other)
+
+    def _pause_until(self, *handles: Handle) -> None:
+        """Until one of them is done, at most an eighth too long. Horovod's own wait takes a quarter of a processor."""
+        began = time.monotonic()
+        while not any(map(self.done, handles)):
+            waited = time.monotonic() - began
+            time.sleep(min(max(waited / 8, SHORTEST_PAUSE), LONGEST_PAUSE))
+
     def wait(self, handle: Handle) -> Any:
+        self._pause_until(handle)
         try:
             reply = hvd.synchronize(handle.number)
         except hvd.HorovodInternalError as error:
@@ -98,7 +113,7 @@ def blocked() -> bool:
 
 def _waits(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code is hvd.synchronize.__code__:
+        if frame.f_code in (hvd.synchronize.__code__, Transport._pause_until.__code__):
             return True
         frame = frame.f_back
     return False

@@ -35,12 +35,12 @@ from .numpy import (
     ternary_bytes,
     ternary_decode_add,
     ternary_encode,
-    ternary_noise,
     ternary_signs,
     top_k,
     weighted_sum,
     zeros,
 )
+from .pool import empty
 from .random import derive_key
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "digit_words",
     "divide",
     "draw_atoms",
+    "empty",
     "implementation",
     "largest",
     "level_bits",
@@ -72,7 +73,6 @@ __all__ = [
     "ternary_bytes",
     "ternary_decode_add",
     "ternary_encode",
-    "ternary_noise",
     "ternary_signs",
     "to_halves",
     "top_k",

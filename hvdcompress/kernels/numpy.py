@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..core import Array, Bytes
 from ..errors import PayloadError
+from . import pool
 from .bits import pack, packed_bytes, unpack
 from .random import block_keys, uniforms
 
@@ -33,7 +34,9 @@ EIGHTHS: Array = np.array(
 
 def zeros(n: int) -> Array:
     """float32[n] of zeros."""
-    return np.zeros(n, np.float32)
+    vector = pool.empty(n)
+    vector.fill(0)
+    return vector
 
 
 def concatenate(parts: Sequence[Array]) -> Array:
@@ -64,7 +67,7 @@ def sum_of_squares(x: Array) -> float:
 
 def weighted_sum(*terms: tuple[float, Array]) -> Array:
     """float32[n]: the sum of factor * vector over the terms, in their order."""
-    total = np.empty_like(terms[0][1])
+    total = pool.empty(terms[0][1].size)
     with np.errstate(over="ignore", invalid="ignore"):
         for part in _chunks(total.size):
             for i, (factor, x) in enumerate(terms):
@@ -77,7 +80,7 @@ def weighted_sum(*terms: tuple[float, Array]) -> Array:
 
 def divide(x: Array, n: int) -> Array:
     """float32[n]: x / n, rounded once."""
-    quotient = np.empty_like(x)
+    quotient = pool.empty(x.size)
     for part in _chunks(x.size):
         quotient[part] = flush(flush(x[part].copy()) / np.float32(n))
     return quotient
@@ -95,7 +98,7 @@ def product(a: Array, b: Array) -> Array:
     return total
 
 
-def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool, l2: bool = False) -> Bytes:
+def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool, l2: bool = False) -> tuple[Bytes, float]:
     """Draws Bernoulli codes for a vector, block by block, and packs them.
 
     Element j of a block with scale M >= max|x| becomes M sign(x_j) with probability |x_j| / M, else 0. A block with a
@@ -112,6 +115,7 @@ def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool
     Returns:
         uint8[...]: scales, then a bit an element (1: not zero), then a bit for each non-zero (1: negative); the bits
         are little-endian and each part is filled up with zeros to whole bytes.
+        And the expected squared error, the sum over blocks of ||x||_1 M - ||x||^2, in float64: a figure, not to the bit.
     """
     block = _fitting(block, x)
     n, blocks = x.size, -(-x.size // block)
@@ -129,17 +133,23 @@ def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool
         chosen = chosen.ravel()[: part.size]
         mask[row * block : row * block + part.size] = chosen
         signs.append(part[chosen] < 0)
-    return np.concatenate(
+    payload = np.concatenate(
         [
             scale_bytes,
             np.packbits(mask, bitorder="little"),
             np.packbits(np.concatenate(signs) if signs else mask, bitorder="little"),
         ]
     )
+    sums = np.add.reduceat(np.abs(x), np.arange(0, n, block), dtype=np.float64) if n else np.zeros(0)
+    return payload, max(0.0, float(sums @ scales.astype(np.float64)) - sum_of_squares(x))
 
 
-def ternary_decode_add(payload: Bytes, out: Array, block: int, factor: float, byte_scales: bool) -> int:
-    """Adds factor * (what `ternary_encode` drew) to `out`, in place. Elements whose code is zero are left alone.
+def ternary_decode_add(
+    payload: Bytes, out: Array, block: int, factor: float, byte_scales: bool, base: Array | None = None
+) -> int:
+    """Adds factor * (what `ternary_encode` drew) to `out`, in place, or to `base`, the sum going to `out`.
+
+    Elements whose code is zero are left alone.
 
     Returns:
         The number of elements that are not zero.
@@ -161,6 +171,8 @@ def ternary_decode_add(payload: Bytes, out: Array, block: int, factor: float, by
             f"{ternary_bytes(n, block, where.size, byte_scales)} bytes, not {payload.size}"
         )
     negative = np.unpackbits(payload[head + bits :], bitorder="little", count=where.size)
+    if base is not None:
+        out[:] = base
     with np.errstate(over="ignore", invalid="ignore"):
         steps = flush(np.float32(factor) * _decode_scales(payload[:head], blocks, byte_scales))[where // block]
         np.negative(steps, out=steps, where=negative.astype(bool))
@@ -171,15 +183,6 @@ def ternary_decode_add(payload: Bytes, out: Array, block: int, factor: float, by
 def ternary_bytes(n: int, block: int, nonzeros: int, byte_scales: bool) -> int:
     """Size of a payload of `ternary_encode`, exactly."""
     return _scale_bytes(-(-n // block), byte_scales) + -(-n // 8) + -(-nonzeros // 8)
-
-
-def ternary_noise(x: Array, block: int, byte_scales: bool, l2: bool = False) -> float:
-    """The expected squared error of `ternary_encode`: the sum over blocks of ||x||_1 M - ||x||^2, in float64."""
-    scales, _ = _encode_scales(_block_norms(x, block, l2), byte_scales)
-    if not x.size:
-        return 0.0
-    sums = np.add.reduceat(np.abs(x), np.arange(0, x.size, block), dtype=np.float64)
-    return max(0.0, float(sums @ scales.astype(np.float64)) - sum_of_squares(x))
 
 
 def ternary_signs(x: Array, scale: float, key: int) -> NDArray[np.int8]:
@@ -295,7 +298,7 @@ def sketch_estimate(n: int, start: int, table: Array, tile: int, keys: Sequence[
 
     It is NaN where a row is.
     """
-    estimates = np.empty(n, np.float32)
+    estimates = pool.empty(n)
     for part in _chunks(n):
         size = min(part.stop, n) - part.start
         rows = np.empty((len(keys), size), np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .. import frame
-from ..codecs import Codec, Encoded
+from ..codecs import Codec, Encoded, Ternary
 from ..core import Array, Bytes
 from ..errors import PayloadError
 
@@ -20,14 +20,22 @@ class Channel(NamedTuple):
         payload, noise = self.codec.encode(x, key, start)
         return Encoded(frame.pack(self._address(x.size), payload), noise)
 
-    def add(self, buffer: Bytes, sender: int, out: Array, factor: float = 1.0) -> float:
-        """Adds factor * (what the sender's frame holds) to `out`; returns the share of it that was sent.
+    def add(self, buffer: Bytes, sender: int, out: Array, factor: float = 1.0, base: Array | None = None) -> float:
+        """Adds factor * (what the sender's frame holds) to `out`, or to `base`, the sum going to `out`.
+
+        Returns:
+            The share of it that was sent.
 
         Raises:
-            PayloadError: the frame is not what `sender` should have sent; `out` is then as it was.
+            PayloadError: the frame is not what `sender` should have sent; `out` is then as it was, or a copy of `base`.
         """
         payload = frame.unpack(buffer, self._address(out.size), sender)
         try:
+            if base is None:
+                return self.codec.decode_add(payload, out, factor)
+            if isinstance(self.codec, Ternary):
+                return self.codec.decode_add(payload, out, factor, base)  # in one pass over the memory
+            out[...] = base
             return self.codec.decode_add(payload, out, factor)
         except PayloadError as error:
             raise PayloadError(f"the frame from rank {sender} does not decode: {error}") from error

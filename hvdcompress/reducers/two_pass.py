@@ -179,6 +179,13 @@ class TwoPass:
         sent, noise = zip(*(up.pack(message[part.where], key, part.start) for part in parts.all))
         received = yield (AllToAll(list(sent)) if sharded else AllGather(sent[0]))
 
+        # Here, since other buckets are on their way now, and none may be any more at the end.
+        for name, start, factor in (("h", arrays.get("h"), settings.alpha), ("own_e", message, -1.0)):
+            if name in arrays and start is not None:
+                memory[name] = kernels.empty(layout.size)
+                for part, own in zip(parts.all, sent):
+                    up.add(own, group.rank, memory[name][part.where], factor, base=start[part.where])
+
         mean, code, of_master, metrics = self._master(received, state, step, settings, scale)
         memory.update(of_master)
         codes: list[Bytes] = []
@@ -188,11 +195,6 @@ class TwoPass:
             for owner, (part, code) in enumerate(zip(parts.all, codes)):
                 density = down.add(code, owner, mean[part.where], settings.beta)
                 metrics["downlink_density"] += density * part.size / max(1, layout.size)
-        for name, start, factor in (("h", arrays.get("h"), settings.alpha), ("own_e", message, -1.0)):
-            if name in arrays and start is not None:
-                memory[name] = start.copy()
-                for part, own in zip(parts.all, sent):
-                    up.add(own, group.rank, memory[name][part.where], factor)
         metrics["uplink_noise"] = relative(sum(noise), grad)
         paper_bytes = _payload_bytes(sent) + (_payload_bytes(codes) if codes else 4 * layout.size)
         return Outcome(mean, State(layout, group, memory), paper_bytes, metrics)
@@ -210,9 +212,9 @@ class TwoPass:
             density += up.add(buffer, sender, total) / group.size
         mean = kernels.divide(total, group.size)
         if settings.alpha:
-            memory["copies"] = arrays["copies"].copy()
+            memory["copies"] = kernels.empty(arrays["copies"].size).reshape(group.size, part.size)
             for sender, buffer in enumerate(received):
-                up.add(buffer, sender, memory["copies"][sender], settings.alpha)
+                up.add(buffer, sender, memory["copies"][sender], settings.alpha, base=arrays["copies"][sender])
             h = kernels.divide(kernels.weighted_sum(*((1.0, row) for row in arrays["copies"])), group.size)
             mean = kernels.weighted_sum((1.0, h), (1.0, mean))
         metrics = {"uplink_density": density}
@@ -222,8 +224,8 @@ class TwoPass:
         key = kernels.derive_key(group.seed, step.number, DOWNLINK, 0, layout.bucket)
         code, noise = down.pack(owed, key, part.start)
         if settings.eta:
-            memory["e"] = owed.copy()
-            down.add(code, group.rank, memory["e"], -1.0)
+            memory["e"] = kernels.empty(part.size)
+            down.add(code, group.rank, memory["e"], -1.0, base=owed)
         metrics["downlink_noise"] = relative(noise, mean)
         return mean, code, memory, metrics
 

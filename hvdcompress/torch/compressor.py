@@ -142,7 +142,7 @@ class Compressor:
         return handed, _Context(bound, tensor.dtype, tensor.device)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Takes what Horovod made of `compress`'s tensor; returns the averaged gradient, in storage of its own.
+        """Takes what Horovod made of `compress`'s tensor; returns the averaged gradient: a part of its bucket's mean, which nothing else uses.
 
         The first call in a step brings the whole step to its end.
         """
@@ -161,8 +161,10 @@ class Compressor:
             return torch.full(shape, float("nan"), dtype=dtype, device=device)
         if bound.bucket is None:
             return tensor[:-2].to(dtype, copy=True).view(shape)
-        mean = self._means[bound.bucket][self.binding.layouts[bound.bucket].slices[bound.name]]
-        return torch.tensor(mean).mul_(factor * self._scale).to(device, dtype).view(shape)
+        mean = torch.from_numpy(self._means[bound.bucket])[self.binding.layouts[bound.bucket].slices[bound.name]]
+        if factor * self._scale != 1:
+            mean.mul_(factor * self._scale)
+        return mean.to(device, dtype).view(shape)
 
     # What a user sees
 

@@ -291,9 +291,30 @@ inline Chosen choose(const float* x, unsigned n, float scale, std::uint64_t key,
     return {mask, negative & mask};
 }
 
+double sum_of_squares(const float* x, std::size_t n) {
+    double parts[kLanes] = {}, total = 0;
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (std::size_t k = 0; k < kLanes; ++k) parts[k] += static_cast<double>(x[i + k]) * x[i + k];
+    for (; i < n; ++i) total += static_cast<double>(x[i]) * x[i];
+    for (std::size_t k = 0; k < kLanes; ++k) total += parts[k];
+    return total;
+}
+
+double sum_of_magnitudes(const float* x, std::size_t n) {
+    double parts[kLanes] = {}, total = 0;
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (std::size_t k = 0; k < kLanes; ++k) parts[k] += float_of(bits_of(x[i + k]) & kMagnitude);
+    for (; i < n; ++i) total += float_of(bits_of(x[i]) & kMagnitude);
+    for (std::size_t k = 0; k < kLanes; ++k) total += parts[k];
+    return total;
+}
+
 std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
                            bool byte_scales, bool l2, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
-                           std::uint8_t* signs) {
+                           std::uint8_t* signs, double* noise) {
+    *noise = 0;
     BitWriter masks{mask}, negatives{signs};
     std::size_t nonzeros = 0;
     float run[kRun];
@@ -304,6 +325,7 @@ std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std
         encode_scales(run, in_run, byte_scales, heads + start / kRun, scales + start * (byte_scales ? 1 : 4));
         for (std::size_t b = 0; b < in_run; ++b) {
             const std::size_t at = (start + b) * block, size = smaller(block, n - at);
+            *noise += sum_of_magnitudes(x + at, size) * run[b] - sum_of_squares(x + at, size);
             const std::uint64_t draws = block_key(key, first + start + b);
             for (std::size_t place = 0; place < size; place += 64) {
                 const unsigned count = static_cast<unsigned>(smaller(64, size - place));
@@ -328,20 +350,22 @@ std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std
     }
 }
 
-// Adds +-step to the elements of `mask`, n <= 64 of them.
-inline void add_steps(float* out, unsigned n, float step, std::uint64_t mask, std::uint64_t negative) {
+// base, n <= 64 elements, with +-step added to those of `mask`; base may be out itself.
+inline void add_steps(float* out, const float* base, unsigned n, float step, std::uint64_t mask, std::uint64_t negative) {
+    const bool in_place = base == out;
 #if defined(__AVX512F__)
     const __m512 plus = _mm512_set1_ps(step), minus = _mm512_set1_ps(-step);
     const __m512i exponent = _mm512_set1_epi32(kExponent);
     for (unsigned i = 0; i < n; i += 16) {
         const __mmask16 live = static_cast<__mmask16>(mask >> i);
-        if (!live) continue;
-        __m512i y = _mm512_maskz_loadu_epi32(live, out + i);
-        y = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(y, exponent), y);
+        if (!live && in_place) continue;
+        const __mmask16 there = n - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (n - i)) - 1);
+        const __m512i before = _mm512_maskz_loadu_epi32(in_place ? live : there, base + i);
+        __m512i y = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(before, exponent), before);
         const __m512 steps = _mm512_mask_mov_ps(plus, static_cast<__mmask16>(negative >> i), minus);
         y = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(y), steps));
         y = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(y, exponent), y);
-        _mm512_mask_storeu_epi32(out + i, live, y);
+        _mm512_mask_storeu_epi32(out + i, in_place ? live : there, _mm512_mask_mov_epi32(before, live, y));
     }
 #elif defined(__AVX2__)
     const __m256i bit = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1), exponent = _mm256_set1_epi32(kExponent);
@@ -355,21 +379,22 @@ inline void add_steps(float* out, unsigned n, float step, std::uint64_t mask, st
     // Whole vectors are loaded, blended and stored: masked stores are slow on some processors.
     unsigned i = 0;
     for (; i + 8 <= n; i += 8) {
-        if (!((mask >> i) & 0xff)) continue;
-        const __m256i before = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(out + i));
+        if (!((mask >> i) & 0xff) && in_place) continue;
+        const __m256i before = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(base + i));
         const __m256 steps = _mm256_xor_ps(_mm256_set1_ps(step), _mm256_castsi256_ps(_mm256_and_si256(lanes(negative >> i), sign)));
         const __m256i sum = flushed(_mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(flushed(before)), steps)));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_blendv_epi8(before, sum, lanes(mask >> i)));
     }
     mask = i < 64 ? mask >> i << i : 0;
+    if (!in_place) __builtin_memcpy(out + i, base + i, (n - i) * sizeof(float));
     add_one_by_one(out, step, mask, negative);
 #else
-    (void)n;
+    if (!in_place) __builtin_memcpy(out, base, n * sizeof(float));
     add_one_by_one(out, step, mask, negative);
 #endif
 }
 
-void ternary_decode_add(float* out, std::size_t n, std::size_t block, float factor, bool byte_scales, const std::uint8_t* heads,
+void ternary_decode_add(float* out, const float* base, std::size_t n, std::size_t block, float factor, bool byte_scales, const std::uint8_t* heads,
                         const std::uint8_t* scales, const std::uint8_t* mask, const std::uint8_t* signs,
                         std::size_t signs_bytes, std::size_t sign) {
     const std::size_t mask_bytes = (n + 7) / 8;
@@ -379,9 +404,9 @@ void ternary_decode_add(float* out, std::size_t n, std::size_t block, float fact
         for (std::size_t place = 0; place < size; place += 64) {
             const unsigned count = static_cast<unsigned>(smaller(64, size - place));
             const std::uint64_t chosen = get_bits(mask, mask_bytes, at + place, count);
-            if (!chosen) continue;
+            if (!chosen && base == out) continue;
             const unsigned taken = static_cast<unsigned>(__builtin_popcountll(chosen));
-            add_steps(out + at + place, count, step, chosen, deposit(get_bits(signs, signs_bytes, sign, taken), chosen));
+            add_steps(out + at + place, base + at + place, count, step, chosen, deposit(get_bits(signs, signs_bytes, sign, taken), chosen));
             sign += taken;
         }
     }
@@ -691,49 +716,12 @@ void add_scaled(float* __restrict out, const float* __restrict x, float factor, 
 
 bool all_finite(const float* x, std::size_t n) { return largest(x, n) < kExponent; }
 
-double sum_of_squares(const float* x, std::size_t n) {
-    double parts[kLanes] = {}, total = 0;
-    std::size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes)
-        for (std::size_t k = 0; k < kLanes; ++k) parts[k] += static_cast<double>(x[i + k]) * x[i + k];
-    for (; i < n; ++i) total += static_cast<double>(x[i]) * x[i];
-    for (std::size_t k = 0; k < kLanes; ++k) total += parts[k];
-    return total;
-}
-
-double sum_of_magnitudes(const float* x, std::size_t n) {
-    double parts[kLanes] = {}, total = 0;
-    std::size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes)
-        for (std::size_t k = 0; k < kLanes; ++k) parts[k] += float_of(bits_of(x[i + k]) & kMagnitude);
-    for (; i < n; ++i) total += float_of(bits_of(x[i]) & kMagnitude);
-    for (std::size_t k = 0; k < kLanes; ++k) total += parts[k];
-    return total;
-}
-
-double ternary_noise(const float* x, std::size_t n, std::size_t block, bool byte_scales, bool l2) {
-    double noise = 0;
-    float run[kRun];
-    std::uint8_t head, scales[4 * kRun];
-    const std::size_t blocks = (n + block - 1) / block;
-    for (std::size_t start = 0; start < blocks; start += kRun) {
-        const std::size_t in_run = smaller(kRun, blocks - start);
-        block_norms(run, x + start * block, n - start * block, block, in_run, l2);
-        encode_scales(run, in_run, byte_scales, &head, scales);
-        for (std::size_t b = 0; b < in_run; ++b) {
-            const std::size_t at = (start + b) * block, size = smaller(block, n - at);
-            noise += sum_of_magnitudes(x + at, size) * run[b] - sum_of_squares(x + at, size);
-        }
-    }
-    return noise < 0 ? 0 : noise;
-}
-
 }  // namespace
 
 #define HVDCOMPRESS_NAME(isa) #isa
 #define HVDCOMPRESS_NAME_OF(isa) HVDCOMPRESS_NAME(isa)
 extern const Kernels HVDCOMPRESS_ISA = {
-    HVDCOMPRESS_NAME_OF(HVDCOMPRESS_ISA), all_finite, sum_of_squares, add_term, divide, ternary_encode, ternary_decode_add, sketch_accumulate, sketch_estimate, at_least, ternary_noise,
+    HVDCOMPRESS_NAME_OF(HVDCOMPRESS_ISA), all_finite, sum_of_squares, add_term, divide, ternary_encode, ternary_decode_add, sketch_accumulate, sketch_estimate, at_least,
     levels_encode, largest_code, levels_decode_add, levels_noise, draw_atoms, product_row, add_scaled,
 };
 

@@ -18,12 +18,14 @@ struct Kernels {
     // out[i] = flush(flush(factor * flush(x[i])) + out[i]); the first term is stored, not added.
     void (*add_term)(float* out, const float* x, float factor, bool first, std::size_t n);
     void (*divide)(float* out, const float* x, float divisor, std::size_t n);
-    // Scales and mask of n elements, whole runs of blocks but for the last; the signs go to `signs`. Returns their number.
+    // Scales and mask of n elements, whole runs of blocks but for the last; the signs go to `signs`, the expected squared error
+    // to `noise`. Returns the number of signs.
     std::size_t (*ternary_encode)(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
                                   bool byte_scales, bool l2, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
-                                  std::uint8_t* signs);
-    // Adds n decoded elements to out; the first one is the start of a run, its sign is bit `sign` of `signs`.
-    void (*ternary_decode_add)(float* out, std::size_t n, std::size_t block, float factor, bool byte_scales,
+                                  std::uint8_t* signs, double* noise);
+    // out = base, which may be out itself, plus n decoded elements; the first is the start of a run, its sign is bit `sign` of
+    // `signs`.
+    void (*ternary_decode_add)(float* out, const float* base, std::size_t n, std::size_t block, float factor, bool byte_scales,
                                const std::uint8_t* heads, const std::uint8_t* scales, const std::uint8_t* mask,
                                const std::uint8_t* signs, std::size_t signs_bytes, std::size_t sign);
     // Adds x, which lies at `start` in the whole vector, to rows of a sketch, of `slots` times `tile` cells each.
@@ -35,7 +37,6 @@ struct Kernels {
     // Places and magnitudes of the elements of at least `least` (as an integer), at most `room` of them; returns how many there are.
     std::size_t (*at_least)(const float* x, std::size_t n, std::uint32_t least, std::uint32_t* magnitudes, std::int64_t* places,
                             std::size_t room);
-    double (*ternary_noise)(const float* x, std::size_t n, std::size_t block, bool byte_scales, bool l2);
     // Norms and codes of whole blocks but for the last; the first code begins with a byte.
     void (*levels_encode)(const float* x, std::size_t n, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first,
                           bool l2, std::uint8_t* norms, std::uint8_t* codes);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -76,6 +77,11 @@ Vector<const std::uint8_t> bytes(const py::array& array, const char* name) {
     return {static_cast<const std::uint8_t*>(array.data()), static_cast<std::size_t>(array.size())};
 }
 
+// float32[n] of memory that is used again, see pool.py.
+py::array_t<float> vector_of(std::size_t n) {
+    return py::array_t<float>(py::module_::import("hvdcompress.kernels.pool").attr("empty")(n));
+}
+
 [[noreturn]] void payload_error(const std::string& message) {
     const py::object error = py::module_::import("hvdcompress.errors").attr("PayloadError");
     PyErr_SetString(error.ptr(), message.c_str());
@@ -113,7 +119,7 @@ py::array_t<float> weighted_sum(const py::args& terms) {
     }
     if (vectors.empty()) throw py::value_error("a sum needs a term");
     const std::size_t n = vectors.front().size;
-    py::array_t<float> sum(static_cast<py::ssize_t>(n));
+    py::array_t<float> sum = vector_of(n);
     float* out = sum.mutable_data();
     py::gil_scoped_release release;
     in_parallel(n, kPiece, vectors.size(), [&](std::size_t, std::size_t begin, std::size_t end) {
@@ -127,7 +133,7 @@ py::array_t<float> weighted_sum(const py::args& terms) {
 
 py::array_t<float> divide(const py::array& x, long long divisor) {
     const auto in = floats(x, "x");
-    py::array_t<float> quotient(static_cast<py::ssize_t>(in.size));
+    py::array_t<float> quotient = vector_of(in.size);
     float* out = quotient.mutable_data();
     py::gil_scoped_release release;
     in_parallel(in.size, kPiece, 1, [&](std::size_t, std::size_t begin, std::size_t end) {
@@ -151,7 +157,7 @@ void append_bits(std::uint8_t* to, std::size_t at, const std::uint8_t* from, std
     }
 }
 
-py::array ternary_encode(const py::array& x, std::size_t block, std::uint64_t key, std::uint64_t first, bool byte_scales, bool l2) {
+py::tuple ternary_encode(const py::array& x, std::size_t block, std::uint64_t key, std::uint64_t first, bool byte_scales, bool l2) {
     const auto in = floats(x, "x");
     check_block(block);
     const std::size_t blocks = (in.size + block - 1) / block, runs = (blocks + kRun - 1) / kRun;
@@ -160,11 +166,13 @@ py::array ternary_encode(const py::array& x, std::size_t block, std::uint64_t ke
     std::uint8_t* out = payload.mutable_data();
     std::uint8_t* signs = out + head + mask_bytes;
     std::size_t nonzeros = 0;
+    double noise = 0;
     {
         py::gil_scoped_release release;
         struct Part {
             std::vector<std::uint8_t> signs;  // of all threads but the first, which writes in place
             std::size_t nonzeros = 0;
+            double noise = 0;
         };
         std::vector<Part> parts(threads);
         in_parallel(runs, 1, kRun * block, [&](std::size_t i, std::size_t begin, std::size_t end) {
@@ -172,14 +180,17 @@ py::array ternary_encode(const py::array& x, std::size_t block, std::uint64_t ke
             if (i) parts[i].signs.resize((size + 7) / 8);
             std::uint8_t* scales = byte_scales ? out + runs + begin * kRun : out + 4 * begin * kRun;
             parts[i].nonzeros = kernels->ternary_encode(in.data + at, size, block, key, first + begin * kRun, byte_scales, l2, out + begin,
-                                                        scales, out + head + at / 8, i ? parts[i].signs.data() : signs);
+                                                        scales, out + head + at / 8, i ? parts[i].signs.data() : signs,
+                                                        &parts[i].noise);
         });
         for (std::size_t i = 0; i < parts.size(); ++i) {
             if (i && parts[i].nonzeros) append_bits(signs, nonzeros, parts[i].signs.data(), parts[i].nonzeros);
             nonzeros += parts[i].nonzeros;
+            noise += parts[i].noise;
         }
     }
-    return payload[py::slice(0, static_cast<py::ssize_t>(head + mask_bytes + (nonzeros + 7) / 8), 1)];
+    const auto size = static_cast<py::ssize_t>(head + mask_bytes + (nonzeros + 7) / 8);
+    return py::make_tuple(payload[py::slice(0, size, 1)], noise < 0 ? 0 : noise);
 }
 
 std::size_t count_bits(const std::uint8_t* data, std::size_t size) {
@@ -194,9 +205,12 @@ std::size_t count_bits(const std::uint8_t* data, std::size_t size) {
     return count;
 }
 
-std::size_t ternary_decode_add(const py::array& payload, py::array out, std::size_t block, double factor, bool byte_scales) {
+std::size_t ternary_decode_add(const py::array& payload, py::array out, std::size_t block, double factor, bool byte_scales,
+                               const std::optional<py::array>& base) {
     const auto in = bytes(payload, "payload");
     const auto target = mutable_floats(out, "out");
+    const auto added_to = base ? floats(*base, "base") : Vector<const float>{target.data, target.size};
+    if (added_to.size != target.size) throw py::value_error("base and out differ in size");
     check_block(block);
     const std::size_t n = target.size, blocks = (n + block - 1) / block, runs = (blocks + kRun - 1) / kRun;
     const std::size_t head = scale_bytes(blocks, byte_scales), mask_bytes = (n + 7) / 8;
@@ -214,17 +228,10 @@ std::size_t ternary_decode_add(const py::array& payload, py::array out, std::siz
     in_parallel(runs, 1, kRun * block, [&](std::size_t i, std::size_t begin, std::size_t end) {
         const std::size_t at = begin * kRun * block, size = std::min(n, end * kRun * block) - at;
         const std::uint8_t* scales = byte_scales ? in.data + runs + begin * kRun : in.data + 4 * begin * kRun;
-        kernels->ternary_decode_add(target.data + at, size, block, static_cast<float>(factor), byte_scales, in.data + begin, scales,
-                                    mask + at / 8, mask + mask_bytes, signs_bytes, i ? count_bits(mask, at / 8) : 0);
+        kernels->ternary_decode_add(target.data + at, added_to.data + at, size, block, static_cast<float>(factor), byte_scales, in.data + begin,
+                                    scales, mask + at / 8, mask + mask_bytes, signs_bytes, i ? count_bits(mask, at / 8) : 0);
     });
     return nonzeros;
-}
-
-double ternary_noise(const py::array& x, std::size_t block, bool byte_scales, bool l2) {
-    const auto in = floats(x, "x");
-    check_block(block);
-    py::gil_scoped_release release;
-    return kernels->ternary_noise(in.data, in.size, block, byte_scales, l2);
 }
 
 void check_levels(unsigned levels) {
@@ -369,7 +376,7 @@ py::array_t<float> sketch_estimate(std::size_t n, std::size_t start, const py::a
                                    const std::vector<std::uint64_t>& keys) {
     const auto cells = floats(table, "table");
     const Sketch sketch = sketch_of(table, tile, keys);
-    py::array_t<float> estimates(static_cast<py::ssize_t>(n));
+    py::array_t<float> estimates = vector_of(n);
     float* out = estimates.mutable_data();
     py::gil_scoped_release release;
     in_parallel(n, kPiece, sketch.rows, [&](std::size_t, std::size_t begin, std::size_t end) {
@@ -466,8 +473,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("divide", &divide);
     using py::operator""_a;
     m.def("ternary_encode", &ternary_encode, "x"_a, "block"_a, "key"_a, "first"_a, "byte_scales"_a, "l2"_a = false);
-    m.def("ternary_decode_add", &ternary_decode_add);
-    m.def("ternary_noise", &ternary_noise, "x"_a, "block"_a, "byte_scales"_a, "l2"_a = false);
+    m.def("ternary_decode_add", &ternary_decode_add, "payload"_a, "out"_a, "block"_a, "factor"_a, "byte_scales"_a, "base"_a = py::none());
     m.def("levels_encode", &levels_encode);
     m.def("levels_decode_add", &levels_decode_add);
     m.def("levels_noise", &levels_noise);

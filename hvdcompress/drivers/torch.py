@@ -23,7 +23,7 @@ from ..core import AllReduce, AllToAll, Collective
 from ..errors import CompressionError
 from .blocking import STATUS
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 5e-5, 5e-3  # seconds, between two looks at whether a collective is done
+SHORTEST_PAUSE, LONGEST_PAUSE = 5e-5, 2e-3  # seconds, between two looks at whether a collective is done
 
 
 class Handle(NamedTuple):

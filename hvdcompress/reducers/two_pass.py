@@ -179,7 +179,7 @@ class TwoPass:
         sent, noise = zip(*(up.pack(message[part.where], key, part.start) for part in parts.all))
         received = yield (AllToAll(list(sent)) if sharded else AllGather(sent[0]))
 
-        # Here, since other buckets are on their way now, and none may be any more at the end.
+        # What is of this rank alone is done here, while other buckets may still be on their way.
         for name, start, factor in (("h", arrays.get("h"), settings.alpha), ("own_e", message, -1.0)):
             if name in arrays and start is not None:
                 memory[name] = kernels.empty(layout.size)
@@ -188,6 +188,7 @@ class TwoPass:
 
         mean, code, of_master, metrics = self._master(received, state, step, settings, scale)
         memory.update(of_master)
+        metrics["uplink_noise"] = relative(sum(noise), grad)
         codes: list[Bytes] = []
         if code is not None:
             codes = (yield AllGather(code)) if sharded else [code]
@@ -195,7 +196,6 @@ class TwoPass:
             for owner, (part, code) in enumerate(zip(parts.all, codes)):
                 density = down.add(code, owner, mean[part.where], settings.beta)
                 metrics["downlink_density"] += density * part.size / max(1, layout.size)
-        metrics["uplink_noise"] = relative(sum(noise), grad)
         paper_bytes = _payload_bytes(sent) + (_payload_bytes(codes) if codes else 4 * layout.size)
         return Outcome(mean, State(layout, group, memory), paper_bytes, metrics)
 

@@ -7,7 +7,8 @@
 
 Methods take turns in one start of mpirun: what is compared was measured in one run. A row has the median over turns and their
 range. Bytes are counted at the NIC, frame headers included, and Horovod's chatter taken off. The floor is what the network
-leaves at best: computing alone, and then the method's own bytes at the full rate.
+leaves at best: computing alone, and then the method's own bytes at the full rate. "plan" is how far off `hvdcompress plan`
+would have been, told the network and the computing that were measured in the same run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from lab import Lab, bits_per_second
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from hvdcompress.command.models import tensors_of
+from hvdcompress.command.plan import Network, costs
 
 METHODS = {
     "none": "dense",
@@ -80,7 +84,9 @@ def measured(lab: Lab, run: Run, what: str, output: Path, timeout: float, *words
         options = {"timeout": timeout, "stock": run.stock, "output": printed}
         status = lab.mpirun(run.ranks, [*command, "--nic", "lab0", "--output", str(path.resolve()), *words], **options)
     if status or not path.exists():
-        print(f"{run.title}: exit status {status}; {log} ends with", *log.read_text().splitlines()[-5:], sep="\n  ", file=sys.stderr)
+        print(
+            f"{run.title}: exit status {status}; {log} ends with", *log.read_text().splitlines()[-5:], sep="\n  ", file=sys.stderr
+        )
         return None
     log.unlink()
     return json.loads(path.read_text())
@@ -108,10 +114,20 @@ def rows(run: Run, result: dict[str, Any]) -> dict[str, Row]:
     return {spec: Row.of(figures, compute, run.rate) for spec, figures in methods.items()}
 
 
+def planned(run: Run, result: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step by each method, as `hvdcompress plan` foretells them from the network and the computing of this run."""
+    if "network" not in result:
+        return {}
+    methods = [spec for spec in result["methods"] if spec != COMPUTE]
+    compute = float(np.median(result["methods"][COMPUTE]["seconds"]))
+    found = costs(tensors_of(run.model), run.ranks, Network(**result["network"]), methods, compute)
+    return {cost.method: cost.seconds for cost in found}
+
+
 def table(run: Run, result: dict[str, Any], rounds: int) -> Table:
     found = rows(run, result)
     shown = Table(title=f"{run.title}; {rounds} turns", title_justify="left")
-    for column in ("method", "ms a step", "range", "dense / it", "fp16 / it", "it / floor", "bytes a step", "less than dense"):
+    for column in ("method", "ms a step", "range", "dense / it", "fp16 / it", "it / floor", "plan", "bytes a step", "saved"):
         shown.add_column(column, justify="left" if column == "method" else "right")
     for spec, row in found.items():
         ratio = {base: f"{found[base].seconds / row.seconds:.2f}" if base in found else "" for base in ("none", "fp16")}
@@ -120,7 +136,8 @@ def table(run: Run, result: dict[str, Any], rounds: int) -> Table:
         spread = f"{1e3 * row.least:.1f} to {1e3 * row.most:.1f}"
         sent = "" if spec == COMPUTE else f"{row.bytes:,.0f}"
         above = "" if spec == COMPUTE else f"{row.seconds / row.floor:.2f}"
-        shown.add_row(name, f"{1e3 * row.seconds:.1f}", spread, ratio["none"], ratio["fp16"], above, sent, saved)
+        foretold = f"{result['planned'][spec] / row.seconds - 1:+.0%}" if spec in result["planned"] else ""
+        shown.add_row(name, f"{1e3 * row.seconds:.1f}", spread, ratio["none"], ratio["fp16"], above, foretold, sent, saved)
     return shown
 
 
@@ -139,9 +156,13 @@ def plot(results: dict[Run, dict[str, Any]], output: Path) -> Iterator[Path]:
                 heights = np.array([row.seconds for _, row in points])
                 spread = np.array([[row.seconds - row.least, row.most - row.seconds] for _, row in points]).T
                 style = {"linestyle": ":", "color": "black"} if spec == COMPUTE else {"marker": "o", "capsize": 3}
-                axes.errorbar([ranks for ranks, _ in points], 1e3 * heights, yerr=1e3 * spread, label=METHODS.get(spec, spec), **style)
+                axes.errorbar(
+                    [ranks for ranks, _ in points], 1e3 * heights, yerr=1e3 * spread, label=METHODS.get(spec, spec), **style
+                )
             axes.set(title=rate, xlabel="ranks", ylabel="ms a step (median and range)", yscale="log", xscale="log")
-            axes.set_xticks(sorted({run.ranks for run in mine}), labels=sorted({str(run.ranks) for run in mine}, key=int), minor=False)
+            axes.set_xticks(
+                sorted({run.ranks for run in mine}), labels=sorted({str(run.ranks) for run in mine}, key=int), minor=False
+            )
             axes.minorticks_off()
             axes.grid(alpha=0.3)
         panels[0][-1].legend()
@@ -160,7 +181,9 @@ def time_to_accuracy(lab: Lab, args: argparse.Namespace, console: Console) -> No
     result = measured(lab, run, "accuracy", args.output, 6 * 3600, *words, "--target", str(args.target))
     if result is None:
         sys.exit(1)
-    shown = Table(title=f"{run.title}: until {args.target:.0%} of the test images are right, {args.seeds} seeds", title_justify="left")
+    shown = Table(
+        title=f"{run.title}: until {args.target:.0%} of the test images are right, {args.seeds} seeds", title_justify="left"
+    )
     for column in ("method", "learning rate", "seconds", "range", "dense / it", "fp16 / it", "steps"):
         shown.add_column(column, justify="left" if column == "method" else "right")
     medians = {spec: np.median([one["seconds"] or np.inf for one in runs]) for spec, runs in result.items()}
@@ -223,10 +246,13 @@ def step_times(lab: Lab, args: argparse.Namespace, console: Console) -> None:
             lab.limit(run.rate)
             result = measured(lab, run, "steps", args.output, 1800, "--rounds", str(args.rounds), "--methods", *args.methods)
             if result is not None:
-                results[run] = result
+                results[run] = {**result, "planned": planned(run, result)}
+                result = results[run]
                 console.print(table(run, result, args.rounds))
             progress.advance(task)
-    (args.output / "steps.json").write_text(json.dumps([{**run._asdict(), **result} for run, result in results.items()], indent=1))
+    (args.output / "steps.json").write_text(
+        json.dumps([{**run._asdict(), **result} for run, result in results.items()], indent=1)
+    )
     paths = [str(path) for path in plot(results, args.output)]
     console.print(f"figures: {args.output}/steps.json, {', '.join(paths)}")
     if len(results) < len(runs):

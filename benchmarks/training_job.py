@@ -1,7 +1,7 @@
 """What each rank of benchmarks/training.py runs: trainings by several methods, a few steps of each in turn.
 
-    mpirun -np 2 python benchmarks/training_job.py steps --model mlp --methods none fp16 dore --output steps.json
-    mpirun -np 2 python benchmarks/training_job.py accuracy --methods none dore --output accuracy.json
+mpirun -np 2 python benchmarks/training_job.py steps --model mlp --methods none fp16 dore --output steps.json
+mpirun -np 2 python benchmarks/training_job.py accuracy --methods none dore --output accuracy.json
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class PyTorch:
         if spec == COMPUTE:
             return optimizer, None
         compression = hvc.Compression.parse(spec, model)
-        named = [(f"{spec}.{name}", parameter) for name, parameter in model.named_parameters()]  # each method has names of its own
+        named = [
+            (f"{spec}.{name}", parameter) for name, parameter in model.named_parameters()
+        ]  # each method has names of its own
         return self.hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression), compression
 
     def job(self, spec: str, lr: float = 0.01, momentum: float = 0.0) -> Job:
@@ -246,7 +248,12 @@ def steps(framework: Any, methods: list[str], rounds: int, nic: str | None) -> d
         if stats is not None:
             parts = {name: seconds / stats.counted for name, seconds in stats.seconds.items()}
             figures[spec] |= {"counted": stats.last.wire, "dense": stats.last.dense, "parts": parts, "noise": stats.metrics}
-    return {"chatter": chatter, "methods": figures}
+    found = {"chatter": chatter, "methods": figures}
+    if isinstance(framework, PyTorch):
+        from hvdcompress.command.bench import Ranks
+
+        found["network"] = vars(Ranks().network())  # for `hvdcompress plan`
+    return found
 
 
 def accuracy(framework: PyTorch, spec: str, lr: float, momentum: float, seed: int, target: float, most: int) -> dict[str, Any]:

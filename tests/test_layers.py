@@ -28,6 +28,7 @@ LAYERS = [
     ("adapter", "compression", "schedule", "checkpoint"),
     ("torch", "tensorflow", "testing"),
     ("keras",),
+    ("command",),
 ]
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "mpi4py"}

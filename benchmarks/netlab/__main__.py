@@ -1,10 +1,10 @@
 """A slow network of several hosts on this machine. As root, on Linux:
 
-    python benchmarks/netlab up --hosts 4 --rate 100mbit
-    python benchmarks/netlab run -np 4 -- .venv/bin/python examples/pytorch_fashion_mnist.py --compression dore
-    python benchmarks/netlab rate 1gbit
-    python benchmarks/netlab exec h1 -- ip addr
-    python benchmarks/netlab down
+python benchmarks/netlab up --hosts 4 --rate 100mbit
+python benchmarks/netlab run -np 4 -- .venv/bin/python examples/pytorch_fashion_mnist.py --compression dore
+python benchmarks/netlab rate 1gbit
+python benchmarks/netlab exec h1 -- ip addr
+python benchmarks/netlab down
 """
 
 from __future__ import annotations

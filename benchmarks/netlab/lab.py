@@ -172,7 +172,16 @@ class Lab:
             "mpi_yield_when_idle": 1,
             **({} if stock else {"btl_tcp_flags": "send"}),
         }
-        words = [*self.enter(hosts[0]), "mpirun", "-np", ranks, "--host", ",".join(f"{host}:1" for host in hosts), "--bind-to", "none"]
+        words = [
+            *self.enter(hosts[0]),
+            "mpirun",
+            "-np",
+            ranks,
+            "--host",
+            ",".join(f"{host}:1" for host in hosts),
+            "--bind-to",
+            "none",
+        ]
         for name, value in options.items():
             words += ["--mca", name, value]
         for name, value in told.items():
@@ -180,7 +189,11 @@ class Lab:
         run = uuid.uuid4().hex  # found in the environment of whatever this leaves behind
         path = f"{self._remote_shell.parent}:{os.environ['PATH']}"
         return self._watched(
-            [str(word) for word in [*words, *command]], {**os.environ, **ENVIRONMENT, "PATH": path, "NETLAB_RUN": run}, run, timeout, output
+            [str(word) for word in [*words, *command]],
+            {**os.environ, **ENVIRONMENT, "PATH": path, "NETLAB_RUN": run},
+            run,
+            timeout,
+            output,
         )
 
     def _watched(self, words: list[str], environment: dict[str, str], run: str, timeout: float, output: Any) -> int:

@@ -142,7 +142,7 @@ class Compressor:
         return handed, _Context(bound, tensor.dtype, tensor.device)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Takes what Horovod made of `compress`'s tensor; returns the averaged gradient: a part of its bucket's mean, which nothing else uses.
+        """Takes what Horovod made of `compress`'s tensor; returns the averaged gradient, a part of its bucket's mean.
 
         The first call in a step brings the whole step to its end.
         """

@@ -1,0 +1,210 @@
+"""What a step would cost with each method: bytes by the methods' formulas, arithmetic as measured here, the network as told.
+
+    step = compute + arithmetic x contention + bytes / rate + rounds x latency
+
+Nothing is taken to overlap, which is the worst case for every method, dense ones too.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import reducers, spec, traffic
+from ..adapter import Cut, Tensor
+from ..core import AllReduce, Group, Layout, Reducer
+from ..drivers.simulate import execute
+from ..session import STATUS_BYTES, Session
+from .models import Tensors
+
+HOROVODS = {"none": 4, "fp16": 2}  # bytes an element
+METHODS = ("none", "fp16", "dore", "sketch:momentum=0", "atomo", "qsgd", "topk")
+FRAMES = 1.0456  # Ethernet, IP and TCP headers: bytes on the wire for a byte of payload, at an MTU of 1500
+WORTH = 0.05  # a method that gains less than this share of a step is not worth its noise
+REPEATS = 3
+CUT_OPTIONS = ("bucket_mb", "dense_below")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is between the ranks.
+
+    Attributes:
+        exchange: bytes a second of allgathers and alltoalls, that a rank sends while it receives as many.
+        allreduce: the same, of allreduces.
+        latency: seconds of one round of Horovod's: negotiation, and what the network takes for the first byte.
+        contention: seconds that the ranks' arithmetic takes, in seconds of a processor of their own; 1 where each has one.
+    """
+
+    exchange: float
+    allreduce: float
+    latency: float = 2e-3
+    contention: float = 1.0
+
+    @classmethod
+    def of_rate(cls, bits_per_second: float, latency: float = 2e-3, contention: float = 1.0) -> Network:
+        """An Ethernet link of a nominal rate."""
+        rate = bits_per_second / 8 / FRAMES
+        return cls(rate, rate, latency, contention)
+
+
+class Cost(NamedTuple):
+    """Of a step with one method, on each rank.
+
+    Attributes:
+        method: as `Compression.parse` takes it.
+        bytes: that a rank sends.
+        arithmetic: seconds of a processor.
+        wire: seconds that the network moves bytes.
+        rounds: collectives that wait for one another.
+        seconds: of the step, with the compute that was told.
+    """
+
+    method: str
+    bytes: float
+    arithmetic: float
+    wire: float
+    rounds: int
+    seconds: float
+
+
+class Handling(NamedTuple):
+    """Seconds of a processor that the adapters and Horovod take beside the methods' arithmetic."""
+
+    element: float = 1.2e-9  # of a compressed tensor: copied into a bucket, and looked at
+    half: float = 1.5e-9  # of fp16: rounded, and widened again
+    tensor: float = 1.5e-4  # a token, its negotiation, and Python's share
+
+
+HANDLING = Handling()
+
+
+def costs(
+    tensors: Tensors,
+    ranks: int,
+    network: Network,
+    methods: Sequence[str] = METHODS,
+    compute: float = 0.0,
+    on_each: Callable[[str], None] = lambda method: None,
+) -> list[Cost]:
+    """The cost of a step by each method; `on_each` is called before each.
+
+    Raises:
+        ValueError: a method or an option is unknown, or out of its range.
+    """
+    found = []
+    for method in methods:
+        on_each(method)
+        one = _horovods(method, tensors, ranks, network) if method in HOROVODS else _ours(method, tensors, ranks, network)
+        seconds = compute + one.arithmetic * network.contention + one.wire + one.rounds * network.latency
+        found.append(one._replace(seconds=seconds))
+    return found
+
+
+class Advice(NamedTuple):
+    """The best of Horovod's own, the best of all, and whether that is worth it."""
+
+    plain: Cost | None
+    best: Cost
+    compress: bool
+
+
+def advice(found: Sequence[Cost]) -> Advice:
+    """What to take."""
+    plain = min((cost for cost in found if cost.method in HOROVODS), key=lambda cost: cost.seconds, default=None)
+    best = min(found, key=lambda cost: cost.seconds)
+    compress = plain is None or best.seconds < (1 - WORTH) * plain.seconds
+    return Advice(plain, best, compress and best.method not in HOROVODS)
+
+
+def _horovods(method: str, tensors: Tensors, ranks: int, network: Network) -> Cost:
+    n = sum(math.prod(shape) for _, shape in tensors)
+    sent = traffic.allreduced(HOROVODS[method] * n, ranks).wire
+    arithmetic = HANDLING.half * n if method == "fp16" else 0.0
+    return Cost(method, sent, arithmetic, sent / network.allreduce, 1, 0.0)
+
+
+def _ours(text: str, tensors: Tensors, ranks: int, network: Network) -> Cost:
+    name, options = spec.parse(text)
+    own = {key: options.pop(key) for key in CUT_OPTIONS if key in options}
+    method = reducers.make(name, **options)
+    cut = Cut(method.whole_model, **own)
+    where, layouts = cut.buckets(Tensor(name, shape) for name, shape in reversed(tensors))
+    dense = sum(math.prod(shape) for (_, shape), bucket in zip(reversed(tensors), where) if bucket is None)
+    group = Group(0, ranks)
+    beside = traffic.allreduced(4 * dense + 8 * len(tensors), ranks).wire + (ranks - 1) * STATUS_BYTES
+    gathered, summed, rounds, arithmetic = float((ranks - 1) * STATUS_BYTES), beside, 1, HANDLING.tensor * len(tensors)
+    measured: dict[Any, _Measured] = {}
+    for layout in layouts:
+        key = layout.shapes
+        if key not in measured:
+            measured[key] = _measure(method, Layout.of(zip(layout.names, layout.shapes)), ranks)
+        one = measured[key]
+        sent = method.wire_bytes(layout, group, one.metrics)
+        if all(stage.kind is AllReduce for stage in method.stages(layout, group)):
+            summed += sent
+        else:
+            gathered += sent
+        rounds = max(rounds, 1 + len(method.stages(layout, group)))
+        arithmetic += one.seconds + HANDLING.element * layout.size
+    wire = gathered / network.exchange + summed / network.allreduce
+    return Cost(text, gathered + summed, arithmetic, wire, rounds, 0.0)
+
+
+class _Measured(NamedTuple):
+    seconds: float  # of a rank's arithmetic in a step
+    metrics: dict[str, float]
+
+
+MOST_SIMULATED = 8  # ranks; beyond them arithmetic grows as it did up to them
+
+
+def _measure(method: Reducer, layout: Layout, ranks: int) -> _Measured:
+    """Steps of one bucket among simulated ranks, of which the first one's time is taken."""
+    if method.whole_model:
+        return _simulated(method, layout, 2)  # sums have one reply, whatever the ranks
+    if ranks <= MOST_SIMULATED:
+        return _simulated(method, layout, ranks)
+    few, most = (_simulated(method, layout, n) for n in (MOST_SIMULATED // 2, MOST_SIMULATED))
+    growth = (most.seconds - few.seconds) / (MOST_SIMULATED - MOST_SIMULATED // 2)
+    return most._replace(seconds=most.seconds + max(0.0, growth) * (ranks - MOST_SIMULATED))
+
+
+def _simulated(method: Reducer, layout: Layout, ranks: int) -> _Measured:
+    sessions = [Session(method, [layout], Group(rank, ranks)) for rank in range(ranks)]
+    greetings = [session.handshake() for session in sessions]
+    for session in sessions:
+        session.check_handshake(greetings)
+    rng, times = np.random.default_rng(0), []
+    grads = [rng.standard_normal(layout.size).astype(np.float32) for _ in range(min(ranks, 2))]
+    for _ in range(1 + REPEATS):
+        times.append(sum(_step(sessions, grads)))
+    return _Measured(statistics.median(times[1:]), dict(sessions[0].metrics))
+
+
+def _step(sessions: list[Session], grads: list[Any]) -> Iterator[float]:
+    """One step; the seconds of the first rank's parts of it."""
+
+    def timed(call: Callable[[Session], Any]) -> tuple[list[Any], float]:
+        began = time.perf_counter()
+        first = call(sessions[0])
+        took = time.perf_counter() - began
+        return [first, *(call(session) for session in sessions[1:])], took
+
+    asked, took = timed(lambda session: session.start(0, grads[session.group.rank % len(grads)]))
+    yield took
+    records = [session.record() for session in sessions]
+    for session in sessions:
+        session.agree(records)
+    while asked[0] is not None:
+        replies = execute(asked)
+        asked, took = timed(lambda session, replies=replies: session.advance(0, replies[session.group.rank]))  # type: ignore[misc]
+        yield took
+    _, took = timed(lambda session: session.finish())
+    yield took

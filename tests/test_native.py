@@ -76,12 +76,14 @@ def test_ternary(kind: str) -> None:
             payload, _ = definition.ternary_encode(x, block, 77 + n, first, byte_scales, l2)
             expected = before.copy()
             nonzeros = definition.ternary_decode_add(payload, expected, block, factor, byte_scales)
+            less, _ = definition.ternary_encode(x, block, 77 + n, first, byte_scales, l2, before)
             beside = np.full_like(before, 7)
             definition.ternary_decode_add(payload, beside, block, factor, byte_scales, before)
             same_where_finite(beside, expected, "from a base")
             for configuration in everywhere():
                 where = f"{configuration}: {kind}, {n} elements, block {block}, byte scales {byte_scales}, l2 {l2}"
                 same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales, l2)[0], payload, where)
+                same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales, l2, before)[0], less, f"{where}, a difference")
                 got, beside = before.copy(), np.full_like(before, 7)
                 assert native.ternary_decode_add(payload, got, block, factor, byte_scales) == nonzeros, where
                 same_where_finite(got, expected, where)

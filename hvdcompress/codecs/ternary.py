@@ -63,9 +63,9 @@ class Ternary:
     def _byte_scales(self) -> bool:
         return self.scales == "byte"
 
-    def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
-        x, l2 = x.reshape(-1), self.norm == "l2"
-        return Encoded(*kernels.ternary_encode(x, self.block, key, start // self.block, self._byte_scales, l2))
+    def encode(self, x: Array, key: int, start: int = 0, minus: Array | None = None) -> Encoded:
+        first, l2 = start // self.block, self.norm == "l2"
+        return Encoded(*kernels.ternary_encode(x.reshape(-1), self.block, key, first, self._byte_scales, l2, minus))
 
     def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0, base: Array | None = None) -> float:
         base = None if base is None else base.reshape(-1)

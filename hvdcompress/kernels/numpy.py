@@ -98,7 +98,9 @@ def product(a: Array, b: Array) -> Array:
     return total
 
 
-def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool, l2: bool = False) -> tuple[Bytes, float]:
+def ternary_encode(
+    x: Array, block: int, key: int, first: int, byte_scales: bool, l2: bool = False, minus: Array | None = None
+) -> tuple[Bytes, float]:
     """Draws Bernoulli codes for a vector, block by block, and packs them.
 
     Element j of a block with scale M >= max|x| becomes M sign(x_j) with probability |x_j| / M, else 0. A block with a
@@ -111,12 +113,15 @@ def ternary_encode(x: Array, block: int, key: int, first: int, byte_scales: bool
         first: number of x's first block in the bucket.
         byte_scales: scales of one byte, rounded up, instead of float32; `first` is then a multiple of `TERNARY_RUN`.
         l2: the scale is the block's Euclidean norm, and not its largest magnitude.
+        minus: float32[n] that is taken off x before; saves a pass over the memory.
 
     Returns:
         uint8[...]: scales, then a bit an element (1: not zero), then a bit for each non-zero (1: negative); the bits
         are little-endian and each part is filled up with zeros to whole bytes.
         And the expected squared error, the sum over blocks of ||x||_1 M - ||x||^2, in float64: a figure, not to the bit.
     """
+    if minus is not None:
+        x = weighted_sum((1.0, x), (-1.0, minus))
     block = _fitting(block, x)
     n, blocks = x.size, -(-x.size // block)
     scales, scale_bytes = _encode_scales(_block_norms(x, block, l2), byte_scales)

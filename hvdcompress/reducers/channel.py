@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import frame
+from .. import frame, kernels
 from ..codecs import Codec, Encoded, Ternary
 from ..core import Array, Bytes
 from ..errors import PayloadError
@@ -15,9 +15,14 @@ class Channel(NamedTuple):
     bucket: int
     step: int
 
-    def pack(self, x: Array, key: int, start: int = 0) -> Encoded:
-        """The frame of a vector that lies at `start` in the bucket."""
-        payload, noise = self.codec.encode(x, key, start)
+    def pack(self, x: Array, key: int, start: int = 0, minus: Array | None = None) -> Encoded:
+        """The frame of a vector, or of what is left of it without `minus`, that lies at `start` in the bucket."""
+        if minus is None:
+            payload, noise = self.codec.encode(x, key, start)
+        elif isinstance(self.codec, Ternary):  # in one pass over the memory
+            payload, noise = self.codec.encode(x, key, start, minus)
+        else:
+            payload, noise = self.codec.encode(kernels.weighted_sum((1.0, x), (-1.0, minus)), key, start)
         return Encoded(frame.pack(self._address(x.size), payload), noise)
 
     def add(self, buffer: Bytes, sender: int, out: Array, factor: float = 1.0, base: Array | None = None) -> float:

@@ -33,10 +33,11 @@ from .states import Means
 DENSE = Dense()
 UPLINK, DOWNLINK = 1, 2  # streams of random draws: the first is each rank's own, the second is shared
 
-# What `exchange="auto"` predicts with: the slow end of what people have between their nodes, and what a round of
-# Horovod costs before its first byte.
+# What `exchange="auto"` predicts with: the slow end of what people have between their nodes, what a round of Horovod costs
+# before its first byte, and what a master's arithmetic takes for an element, and for each rank's code of it.
 BYTES_PER_SECOND = 125e6
 SECONDS_PER_ROUND = 1e-3
+SECONDS_PER_ELEMENT, SECONDS_PER_CODE = 2.2e-9, 0.6e-9
 
 
 class Settings(NamedTuple):
@@ -168,15 +169,15 @@ class TwoPass:
         up, down = (Channel(codec, layout.bucket, step.number) for codec in (settings.uplink, settings.downlink))
         scale, memory = _rescaling(settings, arrays, step)
 
-        terms = [(1.0, grad)]
+        message, h = grad, None
         if settings.alpha:
             h = arrays["h"] if sharded else arrays["copies"][group.rank]
-            terms.append((-1.0, h))
         if settings.feedback:
-            terms.append((settings.feedback * scale, arrays["own_e"]))
-        message = kernels.weighted_sum(*terms)
+            terms = [(1.0, grad), *([(-1.0, h)] if h is not None else []), (settings.feedback * scale, arrays["own_e"])]
+            message, h = kernels.weighted_sum(*terms), None
         key = kernels.derive_key(group.seed, step.number, UPLINK, group.rank, layout.bucket)
-        sent, noise = zip(*(up.pack(message[part.where], key, part.start) for part in parts.all))
+        packed = (up.pack(message[p.where], key, p.start, None if h is None else h[p.where]) for p in parts.all)
+        sent, noise = zip(*packed)
         received = yield (AllToAll(list(sent)) if sharded else AllGather(sent[0]))
 
         # What is of this rank alone is done here, while other buckets may still be on their way.
@@ -285,7 +286,13 @@ def _choose(settings: Settings, layout: Layout, ranks: int) -> str:
     sent = {name: _predict(settings, name, layout, ranks, {}) for name in rounds}
     dense = _predict(settings, "dense", layout, ranks, {})
     worthwhile = [name for name in rounds if sent[name] < dense]
-    return min(worthwhile, key=lambda name: sent[name] / BYTES_PER_SECOND + rounds[name] * SECONDS_PER_ROUND, default="dense")
+
+    def seconds(name: str) -> float:
+        mastered = layout.size / (ranks if name == "sharded" else 1)
+        arithmetic = mastered * (SECONDS_PER_ELEMENT + ranks * SECONDS_PER_CODE)
+        return sent[name] / BYTES_PER_SECOND + rounds[name] * SECONDS_PER_ROUND + arithmetic
+
+    return min(worthwhile, key=seconds, default="dense")
 
 
 @lru_cache(maxsize=4096)

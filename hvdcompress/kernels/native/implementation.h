@@ -311,7 +311,12 @@ double sum_of_magnitudes(const float* x, std::size_t n) {
     return total;
 }
 
-std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
+// What weighted_sum makes of x and -y.
+inline void subtract(float* __restrict out, const float* __restrict x, const float* __restrict y, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = flush(flush(x[i]) - flush(y[i]));
+}
+
+std::size_t ternary_encode(const float* x, const float* minus, float* difference, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
                            bool byte_scales, bool l2, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
                            std::uint8_t* signs, double* noise) {
     *noise = 0;
@@ -320,17 +325,23 @@ std::size_t ternary_encode(const float* x, std::size_t n, std::size_t block, std
     float run[kRun];
     const std::size_t blocks = (n + block - 1) / block;
     for (std::size_t start = 0; start < blocks; start += kRun) {
-        const std::size_t in_run = smaller(kRun, blocks - start);
-        block_norms(run, x + start * block, n - start * block, block, in_run, l2);
+        const std::size_t in_run = smaller(kRun, blocks - start), left = n - start * block;
+        const float* from = x + start * block;
+        if (minus) {
+            const std::size_t size = smaller(in_run * block, left);
+            subtract(difference, from, minus + start * block, size);
+            from = difference;
+        }
+        block_norms(run, from, left, block, in_run, l2);
         encode_scales(run, in_run, byte_scales, heads + start / kRun, scales + start * (byte_scales ? 1 : 4));
         for (std::size_t b = 0; b < in_run; ++b) {
-            const std::size_t at = (start + b) * block, size = smaller(block, n - at);
-            *noise += sum_of_magnitudes(x + at, size) * run[b] - sum_of_squares(x + at, size);
+            const std::size_t at = b * block, size = smaller(block, left - at);
+            *noise += sum_of_magnitudes(from + at, size) * run[b] - sum_of_squares(from + at, size);
             const std::uint64_t draws = block_key(key, first + start + b);
             for (std::size_t place = 0; place < size; place += 64) {
                 const unsigned count = static_cast<unsigned>(smaller(64, size - place));
                 Chosen chosen{0, 0};
-                if (run[b] != 0.0f) chosen = choose(x + at + place, count, run[b], draws, static_cast<std::uint32_t>(place));
+                if (run[b] != 0.0f) chosen = choose(from + at + place, count, run[b], draws, static_cast<std::uint32_t>(place));
                 const unsigned taken = static_cast<unsigned>(__builtin_popcountll(chosen.mask));
                 masks.put(chosen.mask, count);
                 negatives.put(extract(chosen.negative, chosen.mask), taken);

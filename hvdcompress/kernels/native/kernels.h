@@ -19,8 +19,8 @@ struct Kernels {
     void (*add_term)(float* out, const float* x, float factor, bool first, std::size_t n);
     void (*divide)(float* out, const float* x, float divisor, std::size_t n);
     // Scales and mask of n elements, whole runs of blocks but for the last; the signs go to `signs`, the expected squared error
-    // to `noise`. Returns the number of signs.
-    std::size_t (*ternary_encode)(const float* x, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
+    // to `noise`. Returns the number of signs. If there is `minus` it is taken off x, by way of `difference`, which has a run's size.
+    std::size_t (*ternary_encode)(const float* x, const float* minus, float* difference, std::size_t n, std::size_t block, std::uint64_t key, std::uint64_t first,
                                   bool byte_scales, bool l2, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
                                   std::uint8_t* signs, double* noise);
     // out = base, which may be out itself, plus n decoded elements; the first is the start of a run, its sign is bit `sign` of

@@ -157,8 +157,11 @@ void append_bits(std::uint8_t* to, std::size_t at, const std::uint8_t* from, std
     }
 }
 
-py::tuple ternary_encode(const py::array& x, std::size_t block, std::uint64_t key, std::uint64_t first, bool byte_scales, bool l2) {
+py::tuple ternary_encode(const py::array& x, std::size_t block, std::uint64_t key, std::uint64_t first, bool byte_scales, bool l2,
+                         const std::optional<py::array>& minus) {
     const auto in = floats(x, "x");
+    const auto off = minus ? floats(*minus, "minus") : Vector<const float>{nullptr, in.size};
+    if (off.size != in.size) throw py::value_error("x and minus differ in size");
     check_block(block);
     const std::size_t blocks = (in.size + block - 1) / block, runs = (blocks + kRun - 1) / kRun;
     const std::size_t head = scale_bytes(blocks, byte_scales), mask_bytes = (in.size + 7) / 8;
@@ -179,7 +182,8 @@ py::tuple ternary_encode(const py::array& x, std::size_t block, std::uint64_t ke
             const std::size_t at = begin * kRun * block, size = std::min(in.size, end * kRun * block) - at;
             if (i) parts[i].signs.resize((size + 7) / 8);
             std::uint8_t* scales = byte_scales ? out + runs + begin * kRun : out + 4 * begin * kRun;
-            parts[i].nonzeros = kernels->ternary_encode(in.data + at, size, block, key, first + begin * kRun, byte_scales, l2, out + begin,
+            std::vector<float> difference(off.data ? std::min(kRun * block, size) : 0);
+            parts[i].nonzeros = kernels->ternary_encode(in.data + at, off.data ? off.data + at : nullptr, difference.data(), size, block, key, first + begin * kRun, byte_scales, l2, out + begin,
                                                         scales, out + head + at / 8, i ? parts[i].signs.data() : signs,
                                                         &parts[i].noise);
         });
@@ -472,7 +476,8 @@ PYBIND11_MODULE(_native, m) {
     m.def("weighted_sum", &weighted_sum);
     m.def("divide", &divide);
     using py::operator""_a;
-    m.def("ternary_encode", &ternary_encode, "x"_a, "block"_a, "key"_a, "first"_a, "byte_scales"_a, "l2"_a = false);
+    m.def("ternary_encode", &ternary_encode, "x"_a, "block"_a, "key"_a, "first"_a, "byte_scales"_a, "l2"_a = false,
+          "minus"_a = py::none());
     m.def("ternary_decode_add", &ternary_decode_add, "payload"_a, "out"_a, "block"_a, "factor"_a, "byte_scales"_a, "base"_a = py::none());
     m.def("levels_encode", &levels_encode);
     m.def("levels_decode_add", &levels_decode_add);

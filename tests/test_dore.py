@@ -252,14 +252,15 @@ def test_ninety_five_per_cent_is_passed_for_every_number_of_ranks_when_sharded()
 
 
 def test_the_exchange_is_chosen_by_predicted_cost() -> None:
-    small, large = Layout.of([("w", (1000,))]), Layout.of([("w", (25_000_000,))])
+    small, middle, large = (Layout.of([("w", (n,))]) for n in (1000, 300_000, 25_000_000))
     chosen = {
         (name, ranks): Dore().stages(layout, Group(0, ranks))[0].kind
-        for name, layout in (("small", small), ("large", large))
+        for name, layout in (("small", small), ("middle", middle), ("large", large))
         for ranks in (2, 4, 8)
     }
     assert all(chosen["small", ranks] is AllGather for ranks in (2, 4, 8))
-    assert chosen["large", 2] is AllGather and chosen["large", 4] is chosen["large", 8] is AllToAll
+    assert chosen["middle", 2] is AllGather and chosen["middle", 8] is AllToAll
+    assert all(chosen["large", ranks] is AllToAll for ranks in (2, 4, 8))  # of which each rank is the master of a part only
 
 
 @EXCHANGES

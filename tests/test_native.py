@@ -83,7 +83,9 @@ def test_ternary(kind: str) -> None:
             for configuration in everywhere():
                 where = f"{configuration}: {kind}, {n} elements, block {block}, byte scales {byte_scales}, l2 {l2}"
                 same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales, l2)[0], payload, where)
-                same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales, l2, before)[0], less, f"{where}, a difference")
+                same_bytes(
+                    native.ternary_encode(x, block, 77 + n, first, byte_scales, l2, before)[0], less, f"{where}, a difference"
+                )
                 got, beside = before.copy(), np.full_like(before, 7)
                 assert native.ternary_decode_add(payload, got, block, factor, byte_scales) == nonzeros, where
                 same_where_finite(got, expected, where)

@@ -80,6 +80,7 @@ class Lab:
         """Makes the hosts and the network between them; nothing is left of it where that fails."""
         if os.geteuid():
             raise LabError("a lab needs root, for network namespaces")
+        bits_per_second(rate)  # raises if it is none
         missing = [tool for tool in ("ip", "tc", "nsenter", "mpirun", "cc") if shutil.which(tool) is None]
         if missing:
             raise LabError(f"a lab needs {', '.join(missing)}: install iproute2, util-linux, Open MPI and a C compiler")
@@ -87,7 +88,6 @@ class Lab:
             raise LabError(f"the lab {self.name!r} is up, or half up: take it down first")
         if not 1 <= hosts <= 64:
             raise LabError(f"a lab has 1 to 64 hosts, not {hosts}")
-        bits_per_second(rate)
         names = [f"h{number}" for number in range(hosts)]
         (self.directory / "tmp").mkdir(parents=True)
         try:

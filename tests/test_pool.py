@@ -1,0 +1,69 @@
+"""Memory that is used again: never while somebody has it, and not kept for ever."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from hvdcompress.kernels import pool
+
+N = pool.LEAST + 7
+
+
+@pytest.fixture(autouse=True)
+def _a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("_vectors", "_last_use"):
+        monkeypatch.setattr(pool, name, type(getattr(pool, name))(*([list] if name == "_vectors" else [])))
+    monkeypatch.setattr(pool, "_asked", 0)
+    yield
+
+
+def address(vector: np.ndarray) -> int:
+    return vector.__array_interface__["data"][0]
+
+
+def test_what_is_let_go_is_used_again() -> None:
+    first = pool.empty(N)
+    where = address(first)
+    del first
+    assert address(pool.empty(N)) == where
+
+
+@pytest.mark.parametrize("kind", ["itself", "slice", "reshaped", "torch", "torch slice", "frozen", "memoryview"])
+def test_what_somebody_has_is_not(kind: str) -> None:
+    vector = pool.empty(N)
+    where = address(vector)
+    held = {
+        "itself": lambda: vector,
+        "slice": lambda: vector[5:6],
+        "reshaped": lambda: vector[: N - 1].reshape(-1, 2),
+        "torch": lambda: torch.from_numpy(vector),
+        "torch slice": lambda: torch.from_numpy(vector)[3:4].view(1, 1),
+        "frozen": lambda: np.frombuffer(vector, np.uint8),
+        "memoryview": lambda: memoryview(vector),
+    }[kind]()
+    del vector
+    gc.collect()
+    assert address(pool.empty(N)) != where
+    del held
+    gc.collect()
+    assert address(pool.empty(N)) == where
+
+
+def test_sizes_that_nobody_asks_for_any_more_are_given_back() -> None:
+    pool.empty(N)
+    kept = pool.empty(N + 1)
+    kept.fill(3)
+    for _ in range(3 * pool.PATIENCE):
+        pool.empty(N + 2)
+    assert list(pool._vectors) == [N + 2] and len(pool._vectors[N + 2]) == 1
+    assert kept.min() == kept.max() == 3
+
+
+def test_small_vectors_are_the_allocators() -> None:
+    pool.empty(pool.LEAST - 1)
+    assert not pool._vectors

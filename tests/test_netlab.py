@@ -16,7 +16,9 @@ LAB = ["--lab", "tests"]
 
 
 def netlab(*words: str | Path, timeout: float = 60, code: int = 0) -> str:
-    done = subprocess.run([*NETLAB, *LAB, *map(str, words)], capture_output=True, text=True, timeout=timeout)
+    # os.environ, since MPI leaves variables for its children in the process that the tests run in.
+    line = [*NETLAB, *LAB, *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, env=dict(os.environ))
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -33,21 +33,22 @@ def test_what_is_let_go_is_used_again() -> None:
     assert address(pool.empty(N)) == where
 
 
-@pytest.mark.parametrize("kind", ["itself", "slice", "reshaped", "torch", "torch slice", "frozen", "memoryview"])
+HELD = {
+    "itself": lambda vector: vector,
+    "slice": lambda vector: vector[5:6],
+    "reshaped": lambda vector: vector[: N - 1].reshape(-1, 2),
+    "torch": torch.from_numpy,
+    "torch slice": lambda vector: torch.from_numpy(vector)[3:4].view(1, 1),
+    "bytes": lambda vector: np.frombuffer(vector, np.uint8),
+    "memoryview": memoryview,
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
 def test_what_somebody_has_is_not(kind: str) -> None:
     vector = pool.empty(N)
-    where = address(vector)
-    held = {
-        "itself": lambda: vector,
-        "slice": lambda: vector[5:6],
-        "reshaped": lambda: vector[: N - 1].reshape(-1, 2),
-        "torch": lambda: torch.from_numpy(vector),
-        "torch slice": lambda: torch.from_numpy(vector)[3:4].view(1, 1),
-        "frozen": lambda: np.frombuffer(vector, np.uint8),
-        "memoryview": lambda: memoryview(vector),
-    }[kind]()
+    where, held = address(vector), HELD[kind](vector)
     del vector
-    gc.collect()
     assert address(pool.empty(N)) != where
     del held
     gc.collect()

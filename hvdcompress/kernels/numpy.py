@@ -67,7 +67,7 @@ def sum_of_squares(x: Array) -> float:
 
 def weighted_sum(*terms: tuple[float, Array]) -> Array:
     """float32[n]: the sum of factor * vector over the terms, in their order."""
-    total = pool.empty(terms[0][1].size)
+    total = pool.empty(terms[0][1].size).reshape(terms[0][1].shape)
     with np.errstate(over="ignore", invalid="ignore"):
         for part in _chunks(total.size):
             for i, (factor, x) in enumerate(terms):
@@ -80,7 +80,7 @@ def weighted_sum(*terms: tuple[float, Array]) -> Array:
 
 def divide(x: Array, n: int) -> Array:
     """float32[n]: x / n, rounded once."""
-    quotient = pool.empty(x.size)
+    quotient = pool.empty(x.size).reshape(x.shape)
     for part in _chunks(x.size):
         quotient[part] = flush(flush(x[part].copy()) / np.float32(n))
     return quotient

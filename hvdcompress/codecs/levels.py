@@ -57,8 +57,7 @@ class Levels:
 
     def encode(self, x: Array, key: int, start: int = 0) -> Encoded:
         x, l2 = x.reshape(-1), self.norm == "l2"
-        payload = kernels.levels_encode(x, self.block, self.levels, key, start // self.block, l2)
-        return Encoded(payload, kernels.levels_noise(x, self.block, self.levels, l2))
+        return Encoded(*kernels.levels_encode(x, self.block, self.levels, key, start // self.block, l2))
 
     def decode_add(self, payload: Bytes, out: Array, factor: float = 1.0) -> float:
         nonzeros = kernels.levels_decode_add(payload, out.reshape(-1), self.block, self.levels, factor)

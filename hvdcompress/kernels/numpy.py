@@ -199,7 +199,7 @@ def ternary_signs(x: Array, scale: float, key: int) -> NDArray[np.int8]:
     return np.where(chosen, np.sign(x), 0).astype(np.int8)
 
 
-def levels_encode(x: Array, block: int, levels: int, key: int, first: int, l2: bool) -> Bytes:
+def levels_encode(x: Array, block: int, levels: int, key: int, first: int, l2: bool) -> tuple[Bytes, float]:
     """Rounds a vector at random to whole levels of its blocks' norms, and packs them.
 
     With a = levels |x_j| / M, element j of a block with norm M becomes M sign(x_j) l / levels, where l is the whole number
@@ -211,9 +211,10 @@ def levels_encode(x: Array, block: int, levels: int, key: int, first: int, l2: b
 
     Returns:
         uint8[...]: the norms, float32; then sign(x_j) l + levels for each element, in as many bits as 2 levels takes.
+        And the expected squared error, in float64: a figure, not to the bit.
     """
     block = _fitting(block, x)
-    scales, width, codes = _block_norms(x, block, l2), level_bits(levels), [np.empty(0, np.int64)]
+    scales, width, codes, noise = _block_norms(x, block, l2), level_bits(levels), [np.empty(0, np.int64)], 0.0
     for start, part in zip(range(0, x.size, max(1, CHUNK // block) * block), _whole_blocks(x, block)):
         row = start // block
         fractions, whole = _levels_of(part, block, levels, scales[row:])
@@ -221,7 +222,10 @@ def levels_encode(x: Array, block: int, levels: int, key: int, first: int, l2: b
         with np.errstate(invalid="ignore"):
             chosen = np.where(np.isnan(fractions), levels, whole + (u < fractions)).ravel()[: part.size]
         codes.append(np.where(part < 0, -chosen, chosen).astype(np.int64) + levels)
-    return np.concatenate([scales.astype("<f4").view(np.uint8), pack(np.concatenate(codes), width)])
+        units = scales[row : row + len(fractions), None].astype(np.float64) / levels
+        variances = fractions.astype(np.float64) * (1 - fractions.astype(np.float64))
+        noise += float((units**2 * variances).sum(where=units > 0))
+    return np.concatenate([scales.astype("<f4").view(np.uint8), pack(np.concatenate(codes), width)]), noise
 
 
 def level_bits(levels: int) -> int:
@@ -263,18 +267,6 @@ def levels_decode_add(payload: Bytes, out: Array, block: int, levels: int, facto
         units = flush(units / np.float32(levels))[where // block]
         out[where] = flush(flush(out[where]) + flush(units * codes[where].astype(np.float32)))
     return where.size
-
-
-def levels_noise(x: Array, block: int, levels: int, l2: bool) -> float:
-    """The expected squared error of `levels_encode`, in float64."""
-    block = _fitting(block, x)
-    scales, noise = _block_norms(x, block, l2), 0.0
-    for start, part in zip(range(0, x.size, max(1, CHUNK // block) * block), _whole_blocks(x, block)):
-        row = start // block
-        fractions = _levels_of(part, block, levels, scales[row:])[0].astype(np.float64)
-        units = scales[row : row + len(fractions), None].astype(np.float64) / levels
-        noise += float((units**2 * fractions * (1 - fractions)).sum())
-    return noise
 
 
 def sketch_accumulate(x: Array, start: int, table: Array, tile: int, keys: Sequence[int]) -> None:

@@ -225,27 +225,40 @@ struct Chosen {
     std::uint64_t mask, negative;  // bit i: element i is not zero; it is negative
 };
 
+#if defined(__AVX512F__)
+// `uniform` of 16 elements, the first of them at `place`.
+inline __m512 uniforms(std::uint64_t key, std::uint32_t place) {
+    const __m512i lanes = _mm512_mullo_epi32(
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(static_cast<int>(0x9E3779B1u)));
+    __m512i h = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(place * 0x9E3779B1u)));
+    h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(static_cast<std::uint32_t>(key))));
+    h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
+    h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int>(0x85EBCA6Bu)));
+    h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(static_cast<std::uint32_t>(key >> 32))));
+    h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 13));
+    h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int>(0xC2B2AE35u)));
+    h = _mm512_srli_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), 9);
+    return _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(h), _mm512_set1_ps(0x1p-23f)), _mm512_set1_ps(0x1p-24f));
+}
+
+// Magnitudes of 16 elements, subnormal numbers being zero.
+inline __m512i magnitudes_of(__m512i bits) {
+    const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitude));
+    return _mm512_maskz_mov_epi32(_mm512_cmpge_epu32_mask(size, _mm512_set1_epi32(kTiny)), size);
+}
+
+inline __mmask16 first_lanes(std::size_t n) { return n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1); }
+#endif
+
 // Up to 64 elements of a block with scale `scale`, the first of them the block's element `place`.
 inline Chosen choose(const float* x, unsigned n, float scale, std::uint64_t key, std::uint32_t place) {
     [[maybe_unused]] const std::uint32_t low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
     std::uint64_t mask = 0, negative = 0;
 #if defined(__AVX512F__)
-    const __m512i lanes = _mm512_mullo_epi32(
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(static_cast<int>(0x9E3779B1u)));
     for (unsigned i = 0; i < n; i += 16) {
-        const __mmask16 live = n - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (n - i)) - 1);
-        const __m512i bits = _mm512_maskz_loadu_epi32(live, x + i);
-        __m512i h = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>((place + i) * 0x9E3779B1u)));
-        h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(low)));
-        h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 16));
-        h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int>(0x85EBCA6Bu)));
-        h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(high)));
-        h = _mm512_xor_si512(h, _mm512_srli_epi32(h, 13));
-        h = _mm512_mullo_epi32(h, _mm512_set1_epi32(static_cast<int>(0xC2B2AE35u)));
-        h = _mm512_srli_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), 9);
-        const __m512 u = _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(h), _mm512_set1_ps(0x1p-23f)), _mm512_set1_ps(0x1p-24f));
-        __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitude));
-        size = _mm512_maskz_mov_epi32(_mm512_cmpge_epu32_mask(size, _mm512_set1_epi32(kTiny)), size);
+        const __mmask16 live = first_lanes(n - i);
+        const __m512i bits = _mm512_maskz_loadu_epi32(live, x + i), size = magnitudes_of(bits);
+        const __m512 u = uniforms(key, place + i);
         const __mmask16 not_chosen = _mm512_cmp_ps_mask(_mm512_mul_ps(u, _mm512_set1_ps(scale)), _mm512_castsi512_ps(size), _CMP_GE_OQ);
         const __mmask16 below = _mm512_cmp_ps_mask(_mm512_castsi512_ps(bits), _mm512_setzero_ps(), _CMP_LT_OQ);
         mask |= std::uint64_t{static_cast<std::uint16_t>(~not_chosen & live)} << i;
@@ -441,21 +454,69 @@ inline Place place_of(float magnitude, float norm, float levels) {
 }
 
 // Codes of n <= 64 elements of a block with a norm that is a positive number, the first of them the block's element `place`.
-inline void round_to_levels(std::int32_t* codes, const float* x, unsigned n, float norm, float levels, std::uint64_t key,
-                            std::uint32_t place) {
+// Returns the sum of f (1 - f) over their fractions f.
+inline double round_to_levels(std::int32_t* codes, const float* x, unsigned n, float norm, float levels, std::uint64_t key,
+                              std::uint32_t place) {
+#if defined(__AVX512F__)
+    __m512 variances = _mm512_setzero_ps();
+    for (unsigned i = 0; i < n; i += 16) {
+        const __mmask16 live = first_lanes(n - i);
+        const __m512i bits = _mm512_maskz_loadu_epi32(live, x + i);
+        const __m512 at = _mm512_mul_ps(_mm512_div_ps(_mm512_castsi512_ps(magnitudes_of(bits)), _mm512_set1_ps(norm)), _mm512_set1_ps(levels));
+        const __m512i whole = _mm512_cvttps_epi32(at);
+        const __m512 fraction = _mm512_sub_ps(at, _mm512_cvtepi32_ps(whole));
+        variances = _mm512_add_ps(variances, _mm512_mul_ps(fraction, _mm512_sub_ps(_mm512_set1_ps(1.0f), fraction)));
+        const __mmask16 up = _mm512_cmp_ps_mask(uniforms(key, place + i), fraction, _CMP_LT_OQ);
+        const __m512i code = _mm512_mask_add_epi32(whole, up, whole, _mm512_set1_epi32(1));
+        const __mmask16 below = _mm512_cmp_ps_mask(_mm512_castsi512_ps(bits), _mm512_setzero_ps(), _CMP_LT_OQ);
+        _mm512_mask_storeu_epi32(codes + i, live, _mm512_mask_sub_epi32(code, below, _mm512_setzero_si512(), code));
+    }
+    return _mm512_reduce_add_ps(variances);
+#else
+    float variances[kLanes] = {}, total = 0;
     for (unsigned i = 0; i < n; ++i) {
         const float u = uniform(key, place + i);
         const Place at = place_of(float_of(bits_of(x[i]) & kMagnitude), norm, levels);
         const std::int32_t code = at.whole + (u < at.fraction ? 1 : 0);
         codes[i] = x[i] < 0.0f ? -code : code;
+        variances[i % kLanes] += at.fraction * (1.0f - at.fraction);
     }
+    for (std::size_t k = 0; k < kLanes; ++k) total += variances[k];
+    return total;
+#endif
 }
 
-void levels_encode(const float* x, std::size_t n, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first,
-                   bool l2, std::uint8_t* norms, std::uint8_t* codes) {
+// In each byte, or in each pair of bytes, the low bits that a code has.
+inline std::uint64_t low_bits(unsigned width) {
+    return width <= 8 ? 0x0101010101010101ull * ((1u << width) - 1) : 0x0001000100010001ull * ((1u << width) - 1);
+}
+
+// Writes n <= 64 codes, which are not negative, of `width` <= 16 bits.
+inline void put_codes(BitWriter& out, const std::int32_t* codes, unsigned n, unsigned width) {
+    unsigned i = 0;
+#if defined(__AVX512F__)
+    const std::uint64_t low = low_bits(width);
+    std::uint64_t words[4];
+    for (; i + 16 <= n; i += 16) {
+        const __m512i sixteen = _mm512_loadu_si512(codes + i);
+        if (width <= 8) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(words), _mm512_cvtepi32_epi8(sixteen));
+            for (unsigned k = 0; k < 2; ++k) out.put(_pext_u64(words[k], low), 8 * width);
+        } else {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), _mm512_cvtepi32_epi16(sixteen));
+            for (unsigned k = 0; k < 4; ++k) out.put(_pext_u64(words[k], low), 4 * width);
+        }
+    }
+#endif
+    for (; i < n; ++i) out.put(static_cast<std::uint32_t>(codes[i]), width);
+}
+
+double levels_encode(const float* x, std::size_t n, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first,
+                     bool l2, std::uint8_t* norms, std::uint8_t* codes) {
     BitWriter out{codes};
     std::int32_t drawn[64];
     const unsigned width = width_of(levels);
+    double noise = 0;
     for (std::size_t b = 0, at = 0; at < n; ++b, at += block) {
         const std::size_t size = smaller(block, n - at);
         float norm;
@@ -463,26 +524,42 @@ void levels_encode(const float* x, std::size_t n, std::size_t block, unsigned le
         const std::uint32_t bits = bits_of(norm);
         __builtin_memcpy(norms + 4 * b, &bits, 4);
         const std::uint64_t draws = block_key(key, first + b);
+        double variances = 0;
         for (std::size_t place = 0; place < size; place += 64) {
             const unsigned count = static_cast<unsigned>(smaller(64, size - place));
             const float* part = x + at + place;
             if (norm > 0) {
-                round_to_levels(drawn, part, count, norm, static_cast<float>(levels), draws, static_cast<std::uint32_t>(place));
+                variances += round_to_levels(drawn, part, count, norm, static_cast<float>(levels), draws, static_cast<std::uint32_t>(place));
             } else {
                 const std::int32_t all = norm == 0.0f ? 0 : static_cast<std::int32_t>(levels);
                 for (unsigned i = 0; i < count; ++i) drawn[i] = part[i] < 0.0f ? -all : all;
             }
-            for (unsigned i = 0; i < count; ++i) out.put(static_cast<std::uint32_t>(drawn[i] + static_cast<std::int32_t>(levels)), width);
+            for (unsigned i = 0; i < count; ++i) drawn[i] += static_cast<std::int32_t>(levels);
+            put_codes(out, drawn, count, width);
         }
+        const double unit = static_cast<double>(norm) / levels;
+        if (norm > 0) noise += unit * unit * variances;
     }
     out.flush();
+    return noise;
 }
 
 // n <= 64 codes of `width` <= 16 bits, from the code `at` on: as many at a time as 64 bits hold.
 inline void unpack_codes(std::int32_t* out, const std::uint8_t* codes, std::size_t bytes, std::size_t at, unsigned n, unsigned width) {
+    unsigned i = 0;
+#if defined(__AVX2__)
+    const std::uint64_t low = low_bits(width);
+    if (width <= 8) {
+        for (; i + 8 <= n; i += 8) {
+            const std::uint64_t eight = _pdep_u64(get_bits(codes, bytes, (at + i) * width, 8 * width), low);
+            const __m256i wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(eight)));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), wide);
+        }
+    }
+#endif
     const unsigned each = 64 / width;
     const std::uint64_t mask = (std::uint64_t{1} << width) - 1;
-    for (unsigned i = 0; i < n; i += each) {
+    for (; i < n; i += each) {
         const unsigned count = static_cast<unsigned>(smaller(each, n - i));
         std::uint64_t bits = get_bits(codes, bytes, (at + i) * width, count * width);
         for (unsigned k = 0; k < count; ++k) out[i + k] = static_cast<std::int32_t>(bits >> (k * width) & mask);
@@ -520,24 +597,6 @@ std::size_t levels_decode_add(float* out, std::size_t n, std::size_t block, unsi
         }
     }
     return nonzeros;
-}
-
-double levels_noise(const float* x, std::size_t n, std::size_t block, unsigned levels, bool l2) {
-    double noise = 0;
-    for (std::size_t at = 0; at < n; at += block) {
-        const std::size_t size = smaller(block, n - at);
-        float norm;
-        block_norms(&norm, x + at, size, block, 1, l2);
-        double parts[kLanes] = {};
-        if (!(norm > 0)) continue;
-        for (std::size_t i = 0; i < size; ++i) {
-            const double f = place_of(float_of(bits_of(x[at + i]) & kMagnitude), norm, static_cast<float>(levels)).fraction;
-            parts[i % kLanes] += f * (1 - f);
-        }
-        const double unit = static_cast<double>(norm) / levels;
-        for (std::size_t k = 0; k < kLanes; ++k) noise += unit * unit * parts[k];
-    }
-    return noise;
 }
 
 // Sketches
@@ -674,6 +733,24 @@ std::size_t at_least(const float* x, std::size_t n, std::uint32_t least, std::ui
     std::size_t found = 0;
     for (std::size_t at = 0; at < n; at += kStride) {
         const std::size_t size = smaller(kStride, n - at);
+#if defined(__AVX512F__)
+        for (std::size_t i = 0; i < size; i += 16) {
+            const __mmask16 live = first_lanes(size - i);
+            const __m512i bits = magnitudes_of(_mm512_maskz_loadu_epi32(live, x + at + i));
+            const __mmask16 large = _mm512_mask_cmpge_epu32_mask(live, bits, _mm512_set1_epi32(static_cast<int>(least)));
+            if (!large) continue;
+            const std::size_t count = static_cast<std::size_t>(__builtin_popcount(large));
+            if (found + count <= room) {
+                const __m512i from = _mm512_add_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(static_cast<long long>(at + i)));
+                const __mmask8 first = static_cast<__mmask8>(large), second = static_cast<__mmask8>(large >> 8);
+                _mm512_mask_compressstoreu_epi32(magnitudes + found, large, bits);
+                _mm512_mask_compressstoreu_epi64(places + found, first, from);
+                _mm512_mask_compressstoreu_epi64(places + found + __builtin_popcount(first), second, _mm512_add_epi64(from, _mm512_set1_epi64(8)));
+            }
+            found += count;
+        }
+        continue;
+#endif
         if (largest(x + at, size) < least) continue;
         for (std::size_t i = 0; i < size; ++i) {
             std::uint32_t bits = bits_of(x[at + i]) & kMagnitude;
@@ -733,7 +810,7 @@ bool all_finite(const float* x, std::size_t n) { return largest(x, n) < kExponen
 #define HVDCOMPRESS_NAME_OF(isa) HVDCOMPRESS_NAME(isa)
 extern const Kernels HVDCOMPRESS_ISA = {
     HVDCOMPRESS_NAME_OF(HVDCOMPRESS_ISA), all_finite, sum_of_squares, add_term, divide, ternary_encode, ternary_decode_add, sketch_accumulate, sketch_estimate, at_least,
-    levels_encode, largest_code, levels_decode_add, levels_noise, draw_atoms, product_row, add_scaled,
+    levels_encode, largest_code, levels_decode_add, draw_atoms, product_row, add_scaled,
 };
 
 }  // namespace hvdcompress

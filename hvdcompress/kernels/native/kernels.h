@@ -37,15 +37,14 @@ struct Kernels {
     // Places and magnitudes of the elements of at least `least` (as an integer), at most `room` of them; returns how many there are.
     std::size_t (*at_least)(const float* x, std::size_t n, std::uint32_t least, std::uint32_t* magnitudes, std::int64_t* places,
                             std::size_t room);
-    // Norms and codes of whole blocks but for the last; the first code begins with a byte.
-    void (*levels_encode)(const float* x, std::size_t n, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first,
+    // Norms and codes of whole blocks but for the last; the first code begins with a byte. Returns the expected squared error.
+    double (*levels_encode)(const float* x, std::size_t n, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first,
                           bool l2, std::uint8_t* norms, std::uint8_t* codes);
     // The largest of n codes, which begin with a byte.
     std::uint32_t (*largest_code)(const std::uint8_t* codes, std::size_t bytes, std::size_t n, unsigned width);
     // Adds n decoded elements to out; returns how many are not zero. The codes are known to be in range.
     std::size_t (*levels_decode_add)(float* out, std::size_t n, std::size_t block, unsigned levels, float factor,
                                      const std::uint8_t* norms, const std::uint8_t* codes, std::size_t codes_bytes);
-    double (*levels_noise)(const float* x, std::size_t n, std::size_t block, unsigned levels, bool l2);
     // chosen[i]: whether atom i of `level` is drawn. The first is element `place` of the two blocks of draws.
     void (*draw_atoms)(std::uint8_t* chosen, const float* magnitudes, std::size_t n, double level, std::uint64_t key, std::size_t place);
     // One row of a product: out[j] = sum over i of a[i] b[i][j], in order; b is flushed.

@@ -246,20 +246,25 @@ unsigned level_bits(unsigned levels) { return 32u - static_cast<unsigned>(__buil
 
 constexpr std::size_t kByteBlocks = 8;  // so many blocks' codes end with a byte, whatever their width
 
-py::array_t<std::uint8_t> levels_encode(const py::array& x, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first, bool l2) {
+py::tuple levels_encode(const py::array& x, std::size_t block, unsigned levels, std::uint64_t key, std::uint64_t first, bool l2) {
     const auto in = floats(x, "x");
     check_block(block);
     check_levels(levels);
     const std::size_t blocks = (in.size + block - 1) / block, width = level_bits(levels);
     py::array_t<std::uint8_t> payload(static_cast<py::ssize_t>(4 * blocks + (in.size * width + 7) / 8));
     std::uint8_t* out = payload.mutable_data();
-    py::gil_scoped_release release;
-    in_parallel(blocks, kByteBlocks, block, [&](std::size_t, std::size_t begin, std::size_t end) {
-        const std::size_t at = begin * block, size = std::min(in.size, end * block) - at;
-        kernels->levels_encode(in.data + at, size, block, levels, key, first + begin, l2, out + 4 * begin,
-                               out + 4 * blocks + at * width / 8);
-    });
-    return payload;
+    std::vector<double> noises(threads);
+    {
+        py::gil_scoped_release release;
+        in_parallel(blocks, kByteBlocks, block, [&](std::size_t i, std::size_t begin, std::size_t end) {
+            const std::size_t at = begin * block, size = std::min(in.size, end * block) - at;
+            noises[i] = kernels->levels_encode(in.data + at, size, block, levels, key, first + begin, l2, out + 4 * begin,
+                                               out + 4 * blocks + at * width / 8);
+        });
+    }
+    double noise = 0;
+    for (const double part : noises) noise += part;
+    return py::make_tuple(payload, noise);
 }
 
 std::size_t levels_decode_add(const py::array& payload, py::array out, std::size_t block, unsigned levels, double factor) {
@@ -287,14 +292,6 @@ std::size_t levels_decode_add(const py::array& payload, py::array out, std::size
     std::size_t total = 0;
     for (const std::size_t count : nonzeros) total += count;
     return total;
-}
-
-double levels_noise(const py::array& x, std::size_t block, unsigned levels, bool l2) {
-    const auto in = floats(x, "x");
-    check_block(block);
-    check_levels(levels);
-    py::gil_scoped_release release;
-    return kernels->levels_noise(in.data, in.size, block, levels, l2);
 }
 
 py::array_t<bool> draw_atoms(const py::array& magnitudes, double level, std::uint64_t key) {
@@ -481,7 +478,6 @@ PYBIND11_MODULE(_native, m) {
     m.def("ternary_decode_add", &ternary_decode_add, "payload"_a, "out"_a, "block"_a, "factor"_a, "byte_scales"_a, "base"_a = py::none());
     m.def("levels_encode", &levels_encode);
     m.def("levels_decode_add", &levels_decode_add);
-    m.def("levels_noise", &levels_noise);
     m.def("draw_atoms", &draw_atoms);
     m.def("product", &product);
     m.def("add_outer", &add_outer);

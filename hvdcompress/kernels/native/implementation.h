@@ -740,12 +740,22 @@ std::size_t at_least(const float* x, std::size_t n, std::uint32_t least, std::ui
             const __mmask16 large = _mm512_mask_cmpge_epu32_mask(live, bits, _mm512_set1_epi32(static_cast<int>(least)));
             if (!large) continue;
             const std::size_t count = static_cast<std::size_t>(__builtin_popcount(large));
-            if (found + count <= room) {
+            if (found + 16 <= room) {  // whole vectors are stored: compressing into memory is slow on some processors
                 const __m512i from = _mm512_add_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(static_cast<long long>(at + i)));
                 const __mmask8 first = static_cast<__mmask8>(large), second = static_cast<__mmask8>(large >> 8);
-                _mm512_mask_compressstoreu_epi32(magnitudes + found, large, bits);
-                _mm512_mask_compressstoreu_epi64(places + found, first, from);
-                _mm512_mask_compressstoreu_epi64(places + found + __builtin_popcount(first), second, _mm512_add_epi64(from, _mm512_set1_epi64(8)));
+                const __m512i low = _mm512_maskz_compress_epi64(first, from);
+                const __m512i high = _mm512_maskz_compress_epi64(second, _mm512_add_epi64(from, _mm512_set1_epi64(8)));
+                _mm512_storeu_si512(magnitudes + found, _mm512_maskz_compress_epi32(large, bits));
+                _mm512_storeu_si512(places + found, low);
+                _mm512_storeu_si512(places + found + __builtin_popcount(first), high);
+            } else {
+                std::size_t to = found;
+                for (unsigned k = 0; k < 16; ++k) {
+                    if (!(large >> k & 1) || to >= room) continue;
+                    magnitudes[to] = bits_of(x[at + i + k]) & kMagnitude;
+                    magnitudes[to] = magnitudes[to] < kTiny ? 0 : magnitudes[to];
+                    places[to++] = static_cast<std::int64_t>(at + i + k);
+                }
             }
             found += count;
         }

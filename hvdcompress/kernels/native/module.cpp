@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -400,16 +401,17 @@ std::uint32_t magnitude_of(float x) {
 py::array_t<std::int64_t> top_k(const py::array& x, std::size_t k) {
     const auto in = floats(x, "x");
     k = std::min(k, in.size);
-    std::vector<std::int64_t> places;
+    // Not initialised: most of the room is never touched.
+    std::unique_ptr<std::int64_t[]> places;
     {
         py::gil_scoped_release release;
         std::vector<std::uint32_t> sample;
-        const std::size_t stride = std::max<std::size_t>(1, in.size >> 16);
-        for (std::size_t i = 0; i < in.size; i += stride) {
-            sample.push_back(magnitude_of(in.data[i]));
-        }
-        std::size_t rank = k / stride + k / stride / 4 + 32;  // in the sample, of a magnitude that more than k elements have
-        std::vector<std::uint32_t> magnitudes;
+        const std::size_t stride = std::max<std::size_t>(1, in.size >> 15);
+        for (std::size_t i = 0; i < in.size; i += stride) sample.push_back(magnitude_of(in.data[i]));
+        std::size_t rank = k / stride + k / stride / 8 + 32;  // in the sample, of a magnitude that more than k elements have
+        const std::size_t room = std::min(in.size, 2 * k + (in.size >> 8) + 1024);
+        std::unique_ptr<std::uint32_t[]> magnitudes(new std::uint32_t[room]);
+        places.reset(new std::int64_t[std::max<std::size_t>(room, 1)]);
         std::size_t found = 0;
         for (; k; rank *= 4) {
             std::uint32_t least = 0;
@@ -417,42 +419,40 @@ py::array_t<std::int64_t> top_k(const py::array& x, std::size_t k) {
                 std::nth_element(sample.begin(), sample.begin() + static_cast<std::ptrdiff_t>(rank), sample.end(), std::greater<>());
                 least = sample[rank];
             }
-            const std::size_t room = std::min(in.size, 4 * k + (in.size >> 8) + 1024);
-            magnitudes.resize(room);
-            places.resize(room);
-            found = kernels->at_least(in.data, in.size, least, magnitudes.data(), places.data(), room);
+            found = kernels->at_least(in.data, in.size, least, magnitudes.get(), places.get(), room);
             if (found > room) {  // very many equal ones, of which the first are taken: no room is made for all of them
-                found = kernels->at_least(in.data, in.size, least + 1, magnitudes.data(), places.data(), room);
+                found = kernels->at_least(in.data, in.size, least + 1, magnitudes.get(), places.get(), room);
                 if (found > room) {
-                    magnitudes.resize(found);
-                    places.resize(found);
-                    kernels->at_least(in.data, in.size, least + 1, magnitudes.data(), places.data(), found);
+                    magnitudes.reset(new std::uint32_t[found]);
+                    places.reset(new std::int64_t[found]);
+                    kernels->at_least(in.data, in.size, least + 1, magnitudes.get(), places.get(), found);
                 }
                 if (found < k) {
-                    places.resize(found);
-                    for (std::size_t i = 0; places.size() < k; ++i)
-                        if (magnitude_of(in.data[i]) == least) places.push_back(static_cast<std::int64_t>(i));
-                    std::inplace_merge(places.begin(), places.begin() + static_cast<std::ptrdiff_t>(found), places.end());
+                    std::size_t filled = found;
+                    for (std::size_t i = 0; filled < k; ++i)
+                        if (magnitude_of(in.data[i]) == least) places[filled++] = static_cast<std::int64_t>(i);
+                    std::inplace_merge(places.get(), places.get() + found, places.get() + k);
                     found = k;
                 }
             }
             if (found >= k) break;
         }
-        places.resize(found);
-        magnitudes.resize(found);
         if (k && found > k) {
-            std::vector<std::uint32_t> ordered(magnitudes);
+            std::vector<std::uint32_t> ordered(magnitudes.get(), magnitudes.get() + found);
             std::nth_element(ordered.begin(), ordered.begin() + static_cast<std::ptrdiff_t>(k - 1), ordered.end(), std::greater<>());
             const std::uint32_t threshold = ordered[k - 1];
             std::size_t above = 0, kept = 0;
-            for (const std::uint32_t magnitude : magnitudes) above += magnitude > threshold;
+            for (std::size_t i = 0; i < found; ++i) above += magnitudes[i] > threshold;
             std::size_t equal = k - above;
-            for (std::size_t i = 0; i < found; ++i)
-                if (magnitudes[i] > threshold || (magnitudes[i] == threshold && equal && equal--)) places[kept++] = places[i];
-            places.resize(kept);
+            for (std::size_t i = 0; i < found; ++i) {  // without a branch, which none could foretell
+                const bool is_equal = (magnitudes[i] == threshold) & (equal > 0);
+                equal -= is_equal;
+                places[kept] = places[i];
+                kept += (magnitudes[i] > threshold) | is_equal;
+            }
         }
     }
-    return py::array_t<std::int64_t>(static_cast<py::ssize_t>(places.size()), places.data());
+    return py::array_t<std::int64_t>(static_cast<py::ssize_t>(k), places.get());
 }
 
 void choose(const std::string& name) {

@@ -10,6 +10,7 @@ def main() -> None:
     try:
         import click  # noqa: F401
         import rich  # noqa: F401
+        import threadpoolctl  # noqa: F401
     except ImportError as error:
         sys.exit(f"the command line needs {error.name}: pip install 'hvdcompress[cli]'")
     from .app import app

@@ -2,8 +2,8 @@
 
     step = compute + arithmetic x contention + bytes / rate + rounds x latency
 
-Horovod's own allreduces go on beside the backward pass, up to half of the computing. Codes do so too, but the second half of their
-way begins when the backward pass has ended on every rank: nothing of it is taken to overlap.
+Horovod's own allreduces go on beside the backward pass, up to half of the computing. Codes do so too, but the second part of
+their way begins when the backward pass has ended on every rank: nothing of it is taken to overlap.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def main() -> None:
         for rate in args.rates:
             lab.limit(rate)
             words = [sys.executable, str(HERE / "step_profile.py"), "--rank", "--output", str(args.output)]
-            if lab.mpirun(args.ranks, words, timeout=300):
+            if lab.mpirun(args.ranks, words, timeout=300, environment={"HOROVOD_TIMELINE": "DYNAMIC"}):
                 sys.exit(f"the ranks have failed at {rate}")
             found.append({**json.loads(figures.read_text()), "network": network(timeline)})
     finally:

@@ -192,7 +192,7 @@ def verdict(advice: planning.Advice) -> str:
     if not advice.compress:
         names = {"none": "Horovod as it is", "fp16": "Horovod's own Compression.fp16"}
         fallback = names[plain.method] if plain else best.method
-        return f"[bold]Do not compress[/]: {fallback} is as fast here, or faster, and has no noise."
+        return f"[bold]Do not compress[/]: {fallback} is as fast here, or faster."
     gain = f", {plain.seconds / best.seconds:.1f} times faster than {plain.method}" if plain else ""
     tune = "Every method has a learning rate of its own: tune it."
     return f"[bold]Take {escape(best.method)}[/]: {1e3 * best.seconds:.1f} ms a step{gain}. {tune}"

@@ -37,6 +37,7 @@ def _lab():
     assert "hvdlab-tests" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_lab")
 def test_hosts_have_names_of_their_own_and_are_a_real_multi_node_job(tmp_path: Path) -> None:
     assert netlab("exec", "h1", "--", "hostname").strip() == "h1"

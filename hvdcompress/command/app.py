@@ -179,9 +179,9 @@ def plan(
     shown = Table("method", *_right("bytes sent", "wire ms", "codec ms", "rounds", "step ms", "dense / it"))
     base = next((cost.seconds for cost in found if cost.method == "none"), None)
     for cost in sorted(found, key=lambda cost: cost.seconds):
-        figures = (f"{1e3 * seconds:.1f}" for seconds in (cost.wire, cost.arithmetic * network.contention))
+        times = (f"{1e3 * seconds:.1f}" for seconds in (cost.wire, cost.arithmetic * network.contention))
         faster = f"{base / cost.seconds:.2f}" if base else ""
-        shown.add_row(escape(cost.method), f"{cost.bytes:,.0f}", *figures, str(cost.rounds), f"{1e3 * cost.seconds:.1f}", faster)
+        shown.add_row(escape(cost.method), f"{cost.bytes:,.0f}", *times, str(cost.rounds), f"{1e3 * cost.seconds:.1f}", faster)
     console.print(shown)
     console.print(verdict(planning.advice(found)), highlight=False)
 

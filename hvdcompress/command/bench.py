@@ -128,7 +128,7 @@ class Ranks:
         parameters = [(f"{method}.{name}", torch.nn.Parameter(torch.zeros(shape))) for name, shape in tensors]
         slopes = [torch.from_numpy(_drawn(p.numel(), self.rank)).view(p.shape) for _, p in parameters]
         optimizer = torch.optim.SGD([p for _, p in parameters], lr=0.0)
-        compression = hvc.Compression.parse(method, *(() if method in ("none", "fp16") else (parameters,)))
+        compression = hvc.Compression.parse(method, parameters)
         wrapped = self.hvd.DistributedOptimizer(optimizer, named_parameters=parameters, compression=compression)
 
         def step() -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +20,8 @@ from threadpoolctl import threadpool_limits
 from .. import reducers, spec, traffic
 from ..adapter import Cut, Tensor
 from ..core import AllReduce, Group, Layout, Reducer
-from ..drivers.simulate import execute
-from ..session import STATUS_BYTES, Session
+from ..drivers.simulate import Simulation
+from ..session import STATUS_BYTES
 from .models import Tensors
 
 HOROVODS = {"none": 4, "fp16": 2}  # bytes an element
@@ -142,20 +141,20 @@ def _ours(text: str, tensors: Tensors, ranks: int, network: Network) -> Cost:
     where, layouts = cut.buckets(Tensor(name, shape) for name, shape in reversed(tensors))
     dense = sum(math.prod(shape) for (_, shape), bucket in zip(reversed(tensors), where) if bucket is None)
     group = Group(0, ranks)
-    beside = traffic.allreduced(4 * dense + 8 * len(tensors), ranks).wire + (ranks - 1) * STATUS_BYTES
-    gathered, summed, rounds, arithmetic = float((ranks - 1) * STATUS_BYTES), beside, 1, HANDLING.tensor * len(tensors)
+    gathered = float((ranks - 1) * STATUS_BYTES)
+    summed = traffic.allreduced(4 * dense + 8 * len(tensors), ranks).wire
+    rounds, arithmetic = 1, HANDLING.tensor * len(tensors)
     measured: dict[Any, _Measured] = {}
     for layout in layouts:
-        key = layout.shapes
-        if key not in measured:
-            measured[key] = _measure(method, Layout.of(zip(layout.names, layout.shapes)), ranks)
-        one = measured[key]
+        if layout.shapes not in measured:
+            measured[layout.shapes] = _measure(method, Layout.of(zip(layout.names, layout.shapes)), ranks)
+        one, stages = measured[layout.shapes], method.stages(layout, group)
         sent = method.wire_bytes(layout, group, one.metrics)
-        if all(stage.kind is AllReduce for stage in method.stages(layout, group)):
+        if all(stage.kind is AllReduce for stage in stages):
             summed += sent
         else:
             gathered += sent
-        rounds = max(rounds, 1 + len(method.stages(layout, group)))
+        rounds = max(rounds, 1 + len(stages))
         arithmetic += one.seconds + HANDLING.element * layout.size
     wire = gathered / network.exchange + summed / network.allreduce
     return Cost(text, gathered + summed, arithmetic, wire, rounds, 0.0)
@@ -181,34 +180,12 @@ def _measure(method: Reducer, layout: Layout, ranks: int) -> _Measured:
 
 
 def _simulated(method: Reducer, layout: Layout, ranks: int) -> _Measured:
-    sessions = [Session(method, [layout], Group(rank, ranks)) for rank in range(ranks)]
-    greetings = [session.handshake() for session in sessions]
-    for session in sessions:
-        session.check_handshake(greetings)
-    rng = np.random.default_rng(0)
-    grads = [rng.standard_normal(layout.size).astype(np.float32) for _ in range(min(ranks, 2))]
+    simulation, rng, times = Simulation(method, layout, ranks), np.random.default_rng(0), []
+    first, drawn = simulation.sessions[0], [rng.standard_normal(layout.size, dtype=np.float32) for _ in range(2)]
+    grads = [[drawn[rank % 2]] for rank in range(ranks)]
     with threadpool_limits(1):  # as a rank has it, which does not have the host for itself
-        times = [sum(_step(sessions, grads)) for _ in range(1 + REPEATS)]
-    return _Measured(statistics.median(times[1:]), dict(sessions[0].metrics))
-
-
-def _step(sessions: list[Session], grads: list[Any]) -> Iterator[float]:
-    """One step; the seconds of the first rank's parts of it."""
-
-    def timed(call: Callable[[Session], Any]) -> tuple[list[Any], float]:
-        began = time.perf_counter()
-        first = call(sessions[0])
-        took = time.perf_counter() - began
-        return [first, *(call(session) for session in sessions[1:])], took
-
-    asked, took = timed(lambda session: session.start(0, grads[session.group.rank % len(grads)]))
-    yield took
-    records = [session.record() for session in sessions]
-    for session in sessions:
-        session.agree(records)
-    while asked[0] is not None:
-        replies = execute(asked)
-        asked, took = timed(lambda session, replies=replies: session.advance(0, replies[session.group.rank]))  # type: ignore[misc]
-        yield took
-    _, took = timed(lambda session: session.finish())
-    yield took
+        for _ in range(1 + REPEATS):
+            before = sum(first.seconds.values())
+            simulation.step_each(grads)
+            times.append(sum(first.seconds.values()) - before)
+    return _Measured(statistics.median(times[1:]), dict(first.metrics))

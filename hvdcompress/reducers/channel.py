@@ -36,11 +36,10 @@ class Channel(NamedTuple):
         """
         payload = frame.unpack(buffer, self._address(out.size), sender)
         try:
-            if base is None:
-                return self.codec.decode_add(payload, out, factor)
-            if isinstance(self.codec, Ternary):
-                return self.codec.decode_add(payload, out, factor, base)  # in one pass over the memory
-            out[...] = base
+            if base is not None:
+                if isinstance(self.codec, Ternary):
+                    return self.codec.decode_add(payload, out, factor, base)  # in one pass over the memory
+                out[...] = base
             return self.codec.decode_add(payload, out, factor)
         except PayloadError as error:
             raise PayloadError(f"the frame from rank {sender} does not decode: {error}") from error

@@ -169,14 +169,14 @@ class TwoPass:
         up, down = (Channel(codec, layout.bucket, step.number) for codec in (settings.uplink, settings.downlink))
         scale, memory = _rescaling(settings, arrays, step)
 
-        message, h = grad, None
+        message, minus = grad, None
         if settings.alpha:
-            h = arrays["h"] if sharded else arrays["copies"][group.rank]
+            minus = arrays["h"] if sharded else arrays["copies"][group.rank]
         if settings.feedback:
-            terms = [(1.0, grad), *([(-1.0, h)] if h is not None else []), (settings.feedback * scale, arrays["own_e"])]
-            message, h = kernels.weighted_sum(*terms), None
+            terms = [(1.0, grad)] if minus is None else [(1.0, grad), (-1.0, minus)]
+            message, minus = kernels.weighted_sum(*terms, (settings.feedback * scale, arrays["own_e"])), None
         key = kernels.derive_key(group.seed, step.number, UPLINK, group.rank, layout.bucket)
-        packed = (up.pack(message[p.where], key, p.start, None if h is None else h[p.where]) for p in parts.all)
+        packed = (up.pack(message[p.where], key, p.start, None if minus is None else minus[p.where]) for p in parts.all)
         sent, noise = zip(*packed)
         received = yield (AllToAll(list(sent)) if sharded else AllGather(sent[0]))
 

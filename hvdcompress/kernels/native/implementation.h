@@ -733,36 +733,24 @@ std::size_t at_least(const float* x, std::size_t n, std::uint32_t least, std::ui
     std::size_t found = 0;
     for (std::size_t at = 0; at < n; at += kStride) {
         const std::size_t size = smaller(kStride, n - at);
+        std::size_t i = 0;
 #if defined(__AVX512F__)
-        for (std::size_t i = 0; i < size; i += 16) {
-            const __mmask16 live = first_lanes(size - i);
-            const __m512i bits = magnitudes_of(_mm512_maskz_loadu_epi32(live, x + at + i));
-            const __mmask16 large = _mm512_mask_cmpge_epu32_mask(live, bits, _mm512_set1_epi32(static_cast<int>(least)));
+        // Whole vectors are stored, as long as there is room: compressing into memory is slow on some processors.
+        for (; i < size && found + 16 <= room; i += 16) {
+            const __m512i bits = magnitudes_of(_mm512_maskz_loadu_epi32(first_lanes(size - i), x + at + i));
+            const __mmask16 large = _mm512_mask_cmpge_epu32_mask(first_lanes(size - i), bits, _mm512_set1_epi32(static_cast<int>(least)));
             if (!large) continue;
-            const std::size_t count = static_cast<std::size_t>(__builtin_popcount(large));
-            if (found + 16 <= room) {  // whole vectors are stored: compressing into memory is slow on some processors
-                const __m512i from = _mm512_add_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(static_cast<long long>(at + i)));
-                const __mmask8 first = static_cast<__mmask8>(large), second = static_cast<__mmask8>(large >> 8);
-                const __m512i low = _mm512_maskz_compress_epi64(first, from);
-                const __m512i high = _mm512_maskz_compress_epi64(second, _mm512_add_epi64(from, _mm512_set1_epi64(8)));
-                _mm512_storeu_si512(magnitudes + found, _mm512_maskz_compress_epi32(large, bits));
-                _mm512_storeu_si512(places + found, low);
-                _mm512_storeu_si512(places + found + __builtin_popcount(first), high);
-            } else {
-                std::size_t to = found;
-                for (unsigned k = 0; k < 16; ++k) {
-                    if (!(large >> k & 1) || to >= room) continue;
-                    magnitudes[to] = bits_of(x[at + i + k]) & kMagnitude;
-                    magnitudes[to] = magnitudes[to] < kTiny ? 0 : magnitudes[to];
-                    places[to++] = static_cast<std::int64_t>(at + i + k);
-                }
-            }
-            found += count;
+            const __m512i from = _mm512_add_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(static_cast<long long>(at + i)));
+            const __mmask8 first = static_cast<__mmask8>(large), second = static_cast<__mmask8>(large >> 8);
+            _mm512_storeu_si512(magnitudes + found, _mm512_maskz_compress_epi32(large, bits));
+            _mm512_storeu_si512(places + found, _mm512_maskz_compress_epi64(first, from));
+            _mm512_storeu_si512(places + found + __builtin_popcount(first),
+                                _mm512_maskz_compress_epi64(second, _mm512_add_epi64(from, _mm512_set1_epi64(8))));
+            found += static_cast<std::size_t>(__builtin_popcount(large));
         }
-        continue;
 #endif
-        if (largest(x + at, size) < least) continue;
-        for (std::size_t i = 0; i < size; ++i) {
+        if (i >= size || largest(x + at + i, size - i) < least) continue;
+        for (; i < size; ++i) {
             std::uint32_t bits = bits_of(x[at + i]) & kMagnitude;
             bits = bits < kTiny ? 0 : bits;
             if (bits < least) continue;

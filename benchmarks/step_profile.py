@@ -51,7 +51,7 @@ class Clock:
 
 def profile(output: Path, timeline: Path) -> None:
     """What a rank does."""
-    from training_job import PyTorch
+    from training_job import BATCH, PyTorch
 
     import hvdcompress.drivers.torch as driver
     import hvdcompress.torch.compressor as adapter
@@ -71,7 +71,7 @@ def profile(output: Path, timeline: Path) -> None:
     framework = PyTorch("mlp")
     loss, model = framework.torch.nn.functional.cross_entropy, framework.model()
     optimizer, _ = framework.wrapped(model, "dore", 0.01, 0.0)
-    x, y = framework.inputs[:64], framework.targets[:64]
+    x, y = framework.inputs[:BATCH], framework.targets[:BATCH]
 
     def backward() -> None:
         optimizer.zero_grad()

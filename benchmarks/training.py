@@ -29,6 +29,7 @@ from lab import Lab, bits_per_second
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from training_job import COMPUTE, MODELS
 
 from hvdcompress.command.models import tensors_of
 from hvdcompress.command.plan import Network, costs
@@ -42,11 +43,9 @@ METHODS = {
     "qsgd": "QSGD",
     "topk": "top-k",
 }
-COMPUTE = "compute"
 RATES = ("100mbit", "1gbit", "unlimited")
-MODELS = {"mlp": "MLP, 5.7M parameters", "small": "MLP, 0.7M parameters", "cnn": "CNN, 0.2M", "lstm": "LSTM language model, 4.7M"}
 
-# Learning rate and momentum, of those tried the first to reach the accuracy (seed 0): 0.0125, 0.025, ..., 0.4.
+# Learning rate and momentum. They are not tuned for this network.
 TUNED = {
     "none": (0.05, 0.9),
     "fp16": (0.05, 0.9),
@@ -108,10 +107,13 @@ class Row(NamedTuple):
         return cls(float(np.median(seconds)), min(seconds), max(seconds), sent, floor)
 
 
+def computing(result: dict[str, Any]) -> float:
+    """Seconds of a step in which every rank trains by itself."""
+    return float(np.median(result["methods"][COMPUTE]["seconds"]))
+
+
 def rows(run: Run, result: dict[str, Any]) -> dict[str, Row]:
-    methods = result["methods"]
-    compute = float(np.median(methods[COMPUTE]["seconds"]))
-    return {spec: Row.of(figures, compute, run.rate) for spec, figures in methods.items()}
+    return {spec: Row.of(figures, computing(result), run.rate) for spec, figures in result["methods"].items()}
 
 
 def planned(run: Run, result: dict[str, Any]) -> dict[str, float]:
@@ -119,8 +121,7 @@ def planned(run: Run, result: dict[str, Any]) -> dict[str, float]:
     if "network" not in result:
         return {}
     methods = [spec for spec in result["methods"] if spec != COMPUTE]
-    compute = float(np.median(result["methods"][COMPUTE]["seconds"]))
-    found = costs(tensors_of(run.model), run.ranks, Network(**result["network"]), methods, compute)
+    found = costs(tensors_of(run.model), run.ranks, Network(**result["network"]), methods, computing(result))
     return {cost.method: cost.seconds for cost in found}
 
 
@@ -247,8 +248,7 @@ def step_times(lab: Lab, args: argparse.Namespace, console: Console) -> None:
             result = measured(lab, run, "steps", args.output, 1800, "--rounds", str(args.rounds), "--methods", *args.methods)
             if result is not None:
                 results[run] = {**result, "planned": planned(run, result)}
-                result = results[run]
-                console.print(table(run, result, args.rounds))
+                console.print(table(run, results[run], args.rounds))
             progress.advance(task)
     (args.output / "steps.json").write_text(
         json.dumps([{**run._asdict(), **result} for run, result in results.items()], indent=1)

@@ -24,6 +24,8 @@ import datasets
 import numpy as np
 import wire
 
+from hvdcompress.command.bench import Ranks
+
 BATCH = 64  # images a rank, or sequences
 WORDS = 20  # of a sequence
 VOCABULARY = 10_000
@@ -48,7 +50,7 @@ def images(rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sentences(rank: int, size: int) -> np.ndarray:
-    """int64[sentences, WORDS + 1]; the corpus is read once, by the first rank that comes."""
+    """int64[sentences, WORDS + 1]; every rank reads the corpus, which is fetched once."""
     import corpus
 
     words = corpus.load(VOCABULARY).train
@@ -59,23 +61,17 @@ def sentences(rank: int, size: int) -> np.ndarray:
 # PyTorch
 
 
-class PyTorch:
+class PyTorch(Ranks):
     """The trainings with horovod.torch."""
 
     def __init__(self, model: str):
-        import horovod.torch as hvd
-        import torch
-
-        self.hvd, self.torch, self.name = hvd, torch, model
-        torch.set_num_threads(1)
-        hvd.init()
-        rank, size = hvd.rank(), hvd.size()
+        super().__init__()
+        self.name, from_numpy = model, self.torch.from_numpy
         if model == "lstm":
-            rows = torch.from_numpy(sentences(rank, size))
+            rows = from_numpy(sentences(self.rank, self.size))
             self.inputs, self.targets = rows[:, :-1], rows[:, 1:]
         else:
-            x, y = images(rank, size)
-            self.inputs, self.targets = torch.from_numpy(x), torch.from_numpy(y)
+            self.inputs, self.targets = map(from_numpy, images(self.rank, self.size))
 
     def model(self) -> Any:
         from torch import nn
@@ -99,9 +95,8 @@ class PyTorch:
         if spec == COMPUTE:
             return optimizer, None
         compression = hvc.Compression.parse(spec, model)
-        named = [
-            (f"{spec}.{name}", parameter) for name, parameter in model.named_parameters()
-        ]  # each method has names of its own
+        # Each method has names of its own.
+        named = [(f"{spec}.{name}", parameter) for name, parameter in model.named_parameters()]
         return self.hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression), compression
 
     def job(self, spec: str, lr: float = 0.01, momentum: float = 0.0) -> Job:
@@ -117,9 +112,6 @@ class PyTorch:
             optimizer.step()
 
         return Job(step, getattr(compression, "stats", lambda: None))
-
-    def mean(self, value: float) -> float:
-        return float(self.hvd.allreduce(self.torch.tensor(value, dtype=self.torch.float64), name="mean"))
 
 
 def _torch_lstm() -> Any:
@@ -205,7 +197,7 @@ class Keras:
 
 
 FRAMEWORKS = {"pytorch": PyTorch, "keras": Keras}
-MODELS = ("mlp", "small", "cnn", "lstm")
+MODELS = {"mlp": "MLP, 5.7M parameters", "small": "MLP, 0.7M parameters", "cnn": "CNN, 0.2M", "lstm": "LSTM language model, 4.7M"}
 
 
 def sent(nic: str | None) -> int:
@@ -250,9 +242,7 @@ def steps(framework: Any, methods: list[str], rounds: int, nic: str | None) -> d
             figures[spec] |= {"counted": stats.last.wire, "dense": stats.last.dense, "parts": parts, "noise": stats.metrics}
     found = {"chatter": chatter, "methods": figures}
     if isinstance(framework, PyTorch):
-        from hvdcompress.command.bench import Ranks
-
-        found["network"] = vars(Ranks().network())  # for `hvdcompress plan`
+        found["network"] = vars(framework.network())  # for `hvdcompress plan`
     return found
 
 
@@ -296,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["steps", "accuracy"])
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="pytorch")
-    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--model", choices=list(MODELS), default="mlp")
     parser.add_argument("--methods", nargs="+", required=True, help="as Compression.parse takes them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.05], help="accuracy: of each method")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -15,11 +15,10 @@ N = pool.LEAST + 7
 
 
 @pytest.fixture(autouse=True)
-def _a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_vectors", "_last_use"):
-        monkeypatch.setattr(pool, name, type(getattr(pool, name))(*([list] if name == "_vectors" else [])))
+def _a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_vectors", defaultdict(list))
+    monkeypatch.setattr(pool, "_last_use", {})
     monkeypatch.setattr(pool, "_asked", 0)
-    yield
 
 
 def address(vector: np.ndarray) -> int:

@@ -246,14 +246,17 @@ def steps(framework: Any, methods: list[str], rounds: int, nic: str | None) -> d
     return found
 
 
-def accuracy(framework: PyTorch, spec: str, lr: float, momentum: float, seed: int, target: float, most: int) -> dict[str, Any]:
-    """Trains until the test images are classified rightly to a share of `target`; the clock stands while they are looked at."""
+def accuracy(framework: PyTorch, spec: str, lr: float, momentum: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains until a share of unseen images is classified rightly; the clock stands while they are looked at."""
     torch, hvd = framework.torch, framework.hvd
     splits = datasets.load()
-    train = datasets.join(splits.train, splits.validation)
+    if args.unseen == "test":
+        train, unseen = datasets.join(splits.train, splits.validation), splits.test
+    else:
+        train, unseen = splits.train, splits.validation
     x, y = torch.from_numpy(train.x), torch.from_numpy(train.y)
     own = slice(hvd.rank(), None, hvd.size())
-    test_x, test_y = torch.from_numpy(splits.test.x[own]), torch.from_numpy(splits.test.y[own])
+    unseen_x, unseen_y = torch.from_numpy(unseen.x[own]), torch.from_numpy(unseen.y[own])
     model = framework.model()
     torch.manual_seed(seed)
     for layer in model:
@@ -262,10 +265,10 @@ def accuracy(framework: PyTorch, spec: str, lr: float, momentum: float, seed: in
     optimizer, _ = framework.wrapped(model, spec, lr, momentum)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     shuffle, seconds, curve, done = torch.Generator().manual_seed(seed), 0.0, [], 0
-    while done < most:
+    while done < args.most:
         order = torch.randperm(len(y), generator=shuffle)[own]
         for batch in order.split(BATCH):
-            if len(batch) < BATCH or done == most:
+            if len(batch) < BATCH or done == args.most:
                 break
             began = time.perf_counter()
             optimizer.zero_grad()
@@ -275,9 +278,9 @@ def accuracy(framework: PyTorch, spec: str, lr: float, momentum: float, seed: in
             done += 1
             if done % EVALUATE == 0:
                 with torch.no_grad():
-                    right = framework.mean(float((model(test_x).argmax(1) == test_y).double().mean()))
+                    right = framework.mean(float((model(unseen_x).argmax(1) == unseen_y).double().mean()))
                 curve.append((framework.mean(seconds), right))
-                if right >= target:
+                if right >= args.target:
                     return {"steps": done, "seconds": curve[-1][0], "curve": curve}
     return {"steps": None, "seconds": None, "curve": curve}
 
@@ -291,8 +294,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.05], help="accuracy: of each method")
     parser.add_argument("--momentum", type=float, nargs="+", default=[0.9], help="accuracy: of each method's optimizer")
-    parser.add_argument("--seeds", type=int, default=1, help="accuracy: trainings of each method")
-    parser.add_argument("--target", type=float, default=0.88, help="accuracy: share of the test images")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="accuracy: a training of each method by each")
+    parser.add_argument(
+        "--unseen", choices=["test", "validation"], default="test", help="accuracy: whose, in the choice of rates validation"
+    )
+    parser.add_argument("--target", type=float, default=0.88, help="accuracy: share of those images")
     parser.add_argument("--most", type=int, default=2000, help="accuracy: steps of a training at most")
     parser.add_argument("--nic", default=None, help="whose bytes are counted; lab0 in the lab")
     parser.add_argument("--output", type=Path, required=True, help="a file, for JSON")
@@ -302,9 +308,9 @@ def main() -> None:
         result: Any = steps(framework, args.methods, args.rounds, args.nic)
     else:
         result = {spec: [] for spec in args.methods}
-        for seed in range(args.seeds):
+        for seed in args.seeds:
             for spec, lr, momentum in zip(args.methods, args.lr, args.momentum, strict=True):
-                run = accuracy(framework, spec, lr, momentum, seed, args.target, args.most)
+                run = accuracy(framework, spec, lr, momentum, seed, args)
                 result[spec].append({"lr": lr, "momentum": momentum, "seed": seed, **run})
                 if framework.hvd.rank() == 0:
                     print(f"{spec}, lr {lr:g}, seed {seed}: {run['steps']} steps, {run['seconds']} s", flush=True)

@@ -115,10 +115,12 @@ class Step(NamedTuple):
     """What a reducer is told of the step.
 
     `number` counts the steps that were committed before this one: a step that is abandoned leaves no trace, so the
-    next one has its number and its random draws. `lr` is the learning rate of the bucket where the caller gave one.
+    next one has its number and its random draws. `squares` is ||gradient||^2 of the bucket on this rank, and `lr` the
+    bucket's learning rate where the caller gave one.
     """
 
     number: int
+    squares: float
     lr: float | None = None
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import secrets
 import struct
 import time
@@ -320,10 +321,11 @@ class Session:
     def start(self, bucket: int, grad: Array, lr: float | None = None) -> Collective:
         """Begins with a bucket: its gradient on this rank is there. Returns its first collective."""
         began = time.perf_counter()
-        if not kernels.all_finite(grad):
-            self._finite, grad = False, kernels.zeros(grad.size)
+        squares = kernels.sum_of_squares(grad)  # in float64: finite if and only if every element is
+        if not math.isfinite(squares):
+            self._finite, grad, squares = False, kernels.zeros(grad.size), 0.0
         layout, state = self.layouts[bucket], self.states[bucket]
-        reduction = self.reducer.reduce(grad, state, Step(self.committed, lr))
+        reduction = self.reducer.reduce(grad, state, Step(self.committed, squares, lr))
         self._runs[bucket] = _Run(reduction, self.reducer.stages(layout, self.group), lr)
         request = self._resume(bucket, None)
         self.seconds["encode"] += time.perf_counter() - began

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conforming import CODECS, METHODS
 
-from hvdcompress import Dense, Group, Layout, codecs, make, methods, testing
+from hvdcompress import Dense, Group, Layout, codecs, kernels, make, methods, testing
 from hvdcompress.codecs import Encoded, Levels, PerTensor
 from hvdcompress.core import AllGather, AllReduce, AllToAll, Reducer, Step
 from hvdcompress.drivers.simulate import Simulation
@@ -207,7 +207,7 @@ def test_ranks_are_decoded_one_after_another(text: str, monkeypatch: pytest.Monk
     for ranks in (2, 4, 8):
         group = Group(0, ranks)
         state = method.init(layout, group)
-        reduction, received = method.reduce(grad, state, Step(0)), 0
+        reduction, received = method.reduce(grad, state, Step(0, kernels.sum_of_squares(grad))), 0
         codes = _answers(method, layout, ranks)
         tracemalloc.start()
         try:

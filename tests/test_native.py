@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hvdcompress import PayloadError
-from hvdcompress.kernels import atoms, derive_key
+from hvdcompress.kernels import atoms, bits, derive_key
 from hvdcompress.kernels import numpy as definition
 
 native = pytest.importorskip("hvdcompress.kernels._native", reason="the compiled kernels are not built")
@@ -80,6 +80,8 @@ def test_ternary(kind: str) -> None:
             beside = np.full_like(before, 7)
             definition.ternary_decode_add(payload, beside, block, factor, byte_scales, before)
             same_where_finite(beside, expected, "from a base")
+            alike, from_alike = np.float32([0.25]), np.empty_like(before)
+            definition.ternary_decode_add(payload, from_alike, block, factor, byte_scales, alike)
             for configuration in everywhere():
                 where = f"{configuration}: {kind}, {n} elements, block {block}, byte scales {byte_scales}, l2 {l2}"
                 same_bytes(native.ternary_encode(x, block, 77 + n, first, byte_scales, l2)[0], payload, where)
@@ -91,6 +93,8 @@ def test_ternary(kind: str) -> None:
                 same_where_finite(got, expected, where)
                 native.ternary_decode_add(payload, beside, block, factor, byte_scales, before)
                 same_where_finite(beside, expected, f"{where}, from a base")
+                native.ternary_decode_add(payload, beside, block, factor, byte_scales, alike)
+                same_where_finite(beside, from_alike, f"{where}, from a base of equal elements")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -241,6 +245,31 @@ def test_top_k(kind: str) -> None:
             assert len(expected) == min(k, n)
             for configuration in everywhere():
                 assert_array_equal(native.top_k(x, k), expected, f"{configuration}: {kind}, {k} of {n}")
+
+
+def test_integers_of_few_bits() -> None:
+    for count, width in itertools.product([*range(20), 16_385], [*range(18), 33, 56]):
+        values = np.random.default_rng([count, width]).integers(0, 1 << width, count)
+        packed = bits.pack(values, width)
+        same_bytes(native.pack(values, width), packed, f"{count} of {width} bits")
+        assert_array_equal(native.unpack(packed, count, width), values)
+        assert_array_equal(native.unpack(np.append(packed, np.uint8(255)), count, width), values)
+    for function, arguments in ((native.pack, (np.arange(3), 57)), (native.unpack, (np.zeros(8, np.uint8), 9, 8))):
+        with pytest.raises(ValueError, match=r"56 bits|payload of 8 bytes"):
+            function(*arguments)
+
+
+def test_marks() -> None:
+    for n in SIZES:
+        for share in (0, 0.01, 0.5, 1):
+            places = np.flatnonzero(np.random.default_rng(n).random(n) < share)
+            mask = bits.mark(places, n)
+            same_bytes(native.mark(places, n), mask, f"{places.size} of {n}")
+            assert_array_equal(bits.marked(mask), places)
+            assert_array_equal(native.marked(mask), places)
+    for place in (-1, 9):
+        with pytest.raises(IndexError, match="among 9"):
+            native.mark(np.int64([place]), 9)
 
 
 def test_sketches_that_do_not_fit_are_refused() -> None:

@@ -33,9 +33,9 @@ def encode(places: NDArray[np.int64], n: int) -> Bytes:
     if not count:
         return np.empty(0, np.uint8)
     if places_bytes(n, count) == -(-n // 8):
-        return _mask(places, n)
+        return kernels.mark(places, n)
     low = _low_bits(n, count)
-    high = _mask((places >> low) + np.arange(count), _mask_bits(n, count, low))
+    high = kernels.mark((places >> low) + np.arange(count), _mask_bits(n, count, low))
     return np.concatenate([kernels.pack(places & (1 << low) - 1, low), high])
 
 
@@ -74,15 +74,8 @@ def _mask_bits(n: int, count: int, low: int) -> int:
     return count + ((n - 1) >> low)
 
 
-def _mask(places: NDArray[np.int64], n: int) -> Bytes:
-    mask = np.zeros(n, bool)
-    mask[places] = True
-    return np.packbits(mask, bitorder="little")
-
-
 def _marked(payload: Bytes, n: int, count: int) -> NDArray[np.int64]:
-    mask = np.unpackbits(payload, bitorder="little").view(bool)
-    places: NDArray[np.int64] = np.flatnonzero(mask)
-    if places.size != count or mask[n:].any():
+    places: NDArray[np.int64] = kernels.marked(payload)
+    if places.size != count or places[-1] >= n:
         raise PayloadError(f"a mask of {n} bits has {places.size} set, where {count} are said")
     return places

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from .. import settings
 from .atoms import Ordered, add_outer, cosines, draw_atoms, ordered, to_halves, water_level
-from .bits import digit_words, pack, pack_digits, packed_bytes, unpack, unpack_digits
+from .bits import digit_words, mark, marked, pack, pack_digits, packed_bytes, unpack, unpack_digits
 from .numpy import (
     TERNARY_RUN,
     all_finite,
@@ -60,6 +60,8 @@ __all__ = [
     "level_bits",
     "levels_decode_add",
     "levels_encode",
+    "mark",
+    "marked",
     "ordered",
     "pack",
     "pack_digits",

@@ -1,4 +1,7 @@
-"""Integers of few bits, packed: without gaps, least significant bit first; or as digits of words that can be summed."""
+"""Integers of few bits, packed: without gaps, least significant bit first; or as digits of words that can be summed.
+
+And places of elements, as marks in a mask.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,18 @@ def unpack(payload: Bytes, count: int, width: int) -> Integers:
         bits = np.unpackbits(payload[start * width // 8 :], count=size * width, bitorder="little")
         values[start : start + size] = bits.reshape(size, width) @ weights
     return values
+
+
+def mark(places: Integers, n: int) -> Bytes:
+    """uint8[packed_bytes(n, 1)]: a bit for each of n elements, set at the places; whatever is beyond them is zero."""
+    mask = np.zeros(n, bool)
+    mask[places] = True
+    return np.packbits(mask, bitorder="little")
+
+
+def marked(mask: Bytes) -> Integers:
+    """int64[]: the places of the bits that are set, ascending."""
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little").view(bool))
 
 
 def digit_words(n: int, ranks: int) -> int:

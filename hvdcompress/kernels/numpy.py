@@ -154,6 +154,8 @@ def ternary_decode_add(
 ) -> int:
     """Adds factor * (what `ternary_encode` drew) to `out`, in place, or to `base`, the sum going to `out`.
 
+    A base of one element stands for a vector of it.
+
     Elements whose code is zero are left alone.
 
     Returns:

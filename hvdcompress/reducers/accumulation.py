@@ -97,7 +97,7 @@ class Accumulation:
             v[run.where] = 0
         if not selection.finite:
             mean = abandoned(mean)
-        metrics = {"waiting": relative(kernels.sum_of_squares(v), grad)}
+        metrics = {"waiting": relative(kernels.sum_of_squares(v), step.squares)}
         return Outcome(mean, state._replace(arrays=memory), selection.paper_bytes, metrics)
 
 

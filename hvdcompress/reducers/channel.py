@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from .. import frame, kernels
 from ..codecs import Codec, Encoded, Ternary
 from ..core import Array, Bytes
 from ..errors import PayloadError
+
+ZERO = np.zeros(1, np.float32)
 
 
 class Channel(NamedTuple):
@@ -27,6 +31,8 @@ class Channel(NamedTuple):
 
     def add(self, buffer: Bytes, sender: int, out: Array, factor: float = 1.0, base: Array | None = None) -> float:
         """Adds factor * (what the sender's frame holds) to `out`, or to `base`, the sum going to `out`.
+
+        A base of one element, as `ZERO`, stands for a vector of it.
 
         Returns:
             The share of it that was sent.

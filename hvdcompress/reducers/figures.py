@@ -6,14 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .. import kernels
 from ..core import Array, Group, Stage
 
 
-def relative(energy: float, x: Array) -> float:
-    """A squared norm in units of ||x||^2; 0 where x is zero."""
-    norm = kernels.sum_of_squares(x)
-    return energy / norm if norm else 0.0
+def relative(energy: float, whole: float) -> float:
+    """A squared norm in units of another; 0 where that is zero."""
+    return energy / whole if whole else 0.0
 
 
 def abandoned(mean: Array) -> Array:

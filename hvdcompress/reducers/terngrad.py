@@ -130,7 +130,7 @@ class TernGradShared(Memoryless):
         )
         metrics = {
             "uplink_density": float(np.count_nonzero(np.concatenate([[0], *signs])) / max(1, layout.size)),
-            "uplink_noise": relative(max(0.0, noise), grad),
+            "uplink_noise": relative(max(0.0, noise), step.squares),
         }
         if not kernels.all_finite(scales):
             mean = abandoned(mean)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from .. import frame, kernels, options
 from ..codecs import Codec, Identity
 from ..core import AllGather, AllToAll, Array, Bytes, Group, Layout, Outcome, Part, Reduction, Stage, State, Step
-from .channel import Channel
+from .channel import ZERO, Channel
 from .dense import Dense
 from .figures import relative
 from .states import Means
@@ -189,13 +189,13 @@ class TwoPass:
 
         mean, code, of_master, metrics = self._master(received, state, step, settings, scale)
         memory.update(of_master)
-        metrics["uplink_noise"] = relative(sum(noise), grad)
+        metrics["uplink_noise"] = relative(sum(noise), step.squares)
         codes: list[Bytes] = []
         if code is not None:
             codes = (yield AllGather(code)) if sharded else [code]
-            mean, metrics["downlink_density"] = kernels.zeros(layout.size), 0.0
+            mean, metrics["downlink_density"] = kernels.empty(layout.size), 0.0
             for owner, (part, code) in enumerate(zip(parts.all, codes)):
-                density = down.add(code, owner, mean[part.where], settings.beta)
+                density = down.add(code, owner, mean[part.where], settings.beta, base=ZERO)
                 metrics["downlink_density"] += density * part.size / max(1, layout.size)
         paper_bytes = _payload_bytes(sent) + (_payload_bytes(codes) if codes else 4 * layout.size)
         return Outcome(mean, State(layout, group, memory), paper_bytes, metrics)
@@ -208,9 +208,9 @@ class TwoPass:
         exchange = self._exchange(layout, group)
         part = _parts(settings, exchange, layout, group).mine
         up, down = (Channel(codec, layout.bucket, step.number) for codec in (settings.uplink, settings.downlink))
-        total, density, memory = kernels.zeros(part.size), 0.0, {}
+        total, density, memory = kernels.empty(part.size), 0.0, {}
         for sender, buffer in enumerate(received):
-            density += up.add(buffer, sender, total) / group.size
+            density += up.add(buffer, sender, total, base=None if sender else ZERO) / group.size
         mean = kernels.divide(total, group.size)
         if settings.alpha:
             memory["copies"] = kernels.empty(arrays["copies"].size).reshape(group.size, part.size)
@@ -227,7 +227,7 @@ class TwoPass:
         if settings.eta:
             memory["e"] = kernels.empty(part.size)
             down.add(code, group.rank, memory["e"], -1.0, base=owed)
-        metrics["downlink_noise"] = relative(noise, mean)
+        metrics["downlink_noise"] = relative(noise, kernels.sum_of_squares(mean))
         return mean, code, memory, metrics
 
     def _exchange(self, layout: Layout, group: Group) -> str:

@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
 from .. import adapter, memory, options, traffic, watch
@@ -25,6 +24,7 @@ from ..errors import CompressionError
 from ..session import STATUS_BYTES, Session, Stats, with_options
 from . import regroup
 from .binding import Binding, Bound, Parameters, UnboundError
+from .flat import Flat
 
 _instances: dict[int, Iterator[int]] = defaultdict(itertools.count)  # of compressors in use, by process set
 
@@ -89,7 +89,7 @@ class Compressor:
         self._set = process_set or hvd.global_process_set
         self._seed, self._unbound, self._optimizer, self._scaler = seed, unbound, optimizer, scaler
         self.binding = Binding(parameters, Cut(method.whole_model, bucket_mb, dense_below), optimizer)
-        self._flat = [np.zeros(layout.size, np.float32) for layout in self.binding.layouts]
+        self._flat = Flat(self.binding.layouts)
         self._transport: Transport | None = None
         self._session: Session | None = None
         self._greeting: Handle | None = None
@@ -394,10 +394,7 @@ class Compressor:
             session.check_finite(bool(torch.isfinite(tensor).all()))
             handed = torch.cat([tensor.detach().reshape(-1).to(wide), handed.to(tensor.device, wide)])
         else:
-            where = self.binding.layouts[bound.bucket].slices[bound.name]
-            gradient = torch.from_numpy(self._flat[bound.bucket])[where].copy_(tensor.detach().reshape(-1))
-            if self._scale != 1:
-                gradient.div_(self._scale)
+            self._flat.put(bound.bucket, bound.name, tensor, self._scale)
         session.count(traffic.allreduced(self._handed_bytes(bound), size))
         if bound.bucket is None:
             session.count(traffic.Traffic(paper=2 * tensor.numel() * handed.element_size()))
@@ -414,7 +411,7 @@ class Compressor:
             # The wrapped optimizer is another object than the one that was given, and its groups may have been replaced.
             self._optimizer = _calling_optimizer(self) or self._optimizer
             lr = self.binding.learning_rate(bucket, self._optimizer)
-        request = session.start(bucket, self._flat[bucket], lr)
+        request = session.start(bucket, self._flat.take(bucket), lr)
         self._pending[bucket] = self._transport_in_use.submit(request, blocking.name(bucket, 0))
 
     def _end_step(self, factor: float) -> None:
@@ -440,7 +437,7 @@ class Compressor:
         missing = self.binding.missing(self._arrived) or _unhooked(optimizer) or _unscaled(self._scaler, optimizer)
         if missing is not None:
             session.fail(missing)
-        for bucket in range(len(self._flat)):
+        for bucket in range(len(self.binding.layouts)):
             if bucket not in self._pending:
                 self._start(bucket, session)
         if self._status is None:

@@ -418,8 +418,8 @@ inline void add_steps(float* out, const float* base, unsigned n, float step, std
 #endif
 }
 
-void ternary_decode_add(float* out, const float* base, std::size_t n, std::size_t block, float factor, bool byte_scales, const std::uint8_t* heads,
-                        const std::uint8_t* scales, const std::uint8_t* mask, const std::uint8_t* signs,
+void ternary_decode_add(float* out, const float* base, bool alike, std::size_t n, std::size_t block, float factor, bool byte_scales,
+                        const std::uint8_t* heads, const std::uint8_t* scales, const std::uint8_t* mask, const std::uint8_t* signs,
                         std::size_t signs_bytes, std::size_t sign) {
     const std::size_t mask_bytes = (n + 7) / 8;
     for (std::size_t b = 0, at = 0; at < n; ++b, at += block) {
@@ -430,7 +430,7 @@ void ternary_decode_add(float* out, const float* base, std::size_t n, std::size_
             const std::uint64_t chosen = get_bits(mask, mask_bytes, at + place, count);
             if (!chosen && base == out) continue;
             const unsigned taken = static_cast<unsigned>(__builtin_popcountll(chosen));
-            add_steps(out + at + place, base + at + place, count, step, chosen, deposit(get_bits(signs, signs_bytes, sign, taken), chosen));
+            add_steps(out + at + place, alike ? base : base + at + place, count, step, chosen, deposit(get_bits(signs, signs_bytes, sign, taken), chosen));
             sign += taken;
         }
     }

@@ -24,9 +24,9 @@ struct Kernels {
                                   bool byte_scales, bool l2, std::uint8_t* heads, std::uint8_t* scales, std::uint8_t* mask,
                                   std::uint8_t* signs, double* noise);
     // out = base, which may be out itself, plus n decoded elements; the first is the start of a run, its sign is bit `sign` of
-    // `signs`.
-    void (*ternary_decode_add)(float* out, const float* base, std::size_t n, std::size_t block, float factor, bool byte_scales,
-                               const std::uint8_t* heads, const std::uint8_t* scales, const std::uint8_t* mask,
+    // `signs`. If the base's elements are all alike it has 64 of them.
+    void (*ternary_decode_add)(float* out, const float* base, bool alike, std::size_t n, std::size_t block, float factor,
+                               bool byte_scales, const std::uint8_t* heads, const std::uint8_t* scales, const std::uint8_t* mask,
                                const std::uint8_t* signs, std::size_t signs_bytes, std::size_t sign);
     // Adds x, which lies at `start` in the whole vector, to rows of a sketch, of `slots` times `tile` cells each.
     void (*sketch_accumulate)(const float* x, std::size_t n, std::size_t start, float* table, std::size_t rows, std::size_t slots,

@@ -1,4 +1,4 @@
-// hvdcompress.kernels._native: the kernels as Python functions on NumPy arrays, with the signatures of kernels/numpy.py.
+// hvdcompress.kernels._native: the kernels as Python functions on NumPy arrays, with the signatures of kernels/numpy.py and bits.py.
 //
 // Arrays are checked here, and everything that comes from a peer is checked here or in kernels.h before it is used.
 // The GIL is released while a kernel runs.
@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -76,6 +77,11 @@ Vector<float> mutable_floats(py::array& array, const char* name) {
 Vector<const std::uint8_t> bytes(const py::array& array, const char* name) {
     if (!py::isinstance<py::array_t<std::uint8_t>>(array) || !(array.flags() & py::array::c_style)) wrong(name, "uint8");
     return {static_cast<const std::uint8_t*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
+Vector<const std::int64_t> integers(const py::array& array, const char* name) {
+    if (!py::isinstance<py::array_t<std::int64_t>>(array) || !(array.flags() & py::array::c_style)) wrong(name, "int64");
+    return {static_cast<const std::int64_t*>(array.data()), static_cast<std::size_t>(array.size())};
 }
 
 // float32[n] of memory that is used again, see pool.py.
@@ -215,7 +221,8 @@ std::size_t ternary_decode_add(const py::array& payload, py::array out, std::siz
     const auto in = bytes(payload, "payload");
     const auto target = mutable_floats(out, "out");
     const auto added_to = base ? floats(*base, "base") : Vector<const float>{target.data, target.size};
-    if (added_to.size != target.size) throw py::value_error("base and out differ in size");
+    const bool alike = base && added_to.size == 1;
+    if (added_to.size != target.size && !alike) throw py::value_error("base and out differ in size");
     check_block(block);
     const std::size_t n = target.size, blocks = (n + block - 1) / block, runs = (blocks + kRun - 1) / kRun;
     const std::size_t head = scale_bytes(blocks, byte_scales), mask_bytes = (n + 7) / 8;
@@ -229,12 +236,14 @@ std::size_t ternary_decode_add(const py::array& payload, py::array out, std::siz
     if (in.size != head + mask_bytes + signs_bytes)
         payload_error("a ternary payload of " + std::to_string(n) + " elements, " + std::to_string(nonzeros) + " of them not zero, has " +
                       std::to_string(head + mask_bytes + signs_bytes) + " bytes, not " + std::to_string(in.size));
+    std::array<float, 64> one;
+    if (alike) one.fill(added_to.data[0]);
     py::gil_scoped_release release;
     in_parallel(runs, 1, kRun * block, [&](std::size_t i, std::size_t begin, std::size_t end) {
         const std::size_t at = begin * kRun * block, size = std::min(n, end * kRun * block) - at;
         const std::uint8_t* scales = byte_scales ? in.data + runs + begin * kRun : in.data + 4 * begin * kRun;
-        kernels->ternary_decode_add(target.data + at, added_to.data + at, size, block, static_cast<float>(factor), byte_scales, in.data + begin,
-                                    scales, mask + at / 8, mask + mask_bytes, signs_bytes, i ? count_bits(mask, at / 8) : 0);
+        kernels->ternary_decode_add(target.data + at, alike ? one.data() : added_to.data + at, alike, size, block, static_cast<float>(factor),
+                                    byte_scales, in.data + begin, scales, mask + at / 8, mask + mask_bytes, signs_bytes, i ? count_bits(mask, at / 8) : 0);
     });
     return nonzeros;
 }
@@ -389,6 +398,74 @@ py::array_t<float> sketch_estimate(std::size_t n, std::size_t start, const py::a
     return estimates;
 }
 
+constexpr unsigned kWidest = 56;  // bits of a packed integer: with those of a byte that is not full they fit into a word
+
+void check_width(unsigned width) {
+    if (width > kWidest) throw py::value_error("integers of more than 56 bits are not packed");
+}
+
+py::array_t<std::uint8_t> pack(const py::array& values, unsigned width) {
+    const auto in = integers(values, "values");
+    check_width(width);
+    py::array_t<std::uint8_t> packed(static_cast<py::ssize_t>((in.size * width + 7) / 8));
+    std::uint8_t* out = packed.mutable_data();
+    py::gil_scoped_release release;
+    const std::uint64_t low = (std::uint64_t{1} << width) - 1;
+    std::uint64_t word = 0;
+    unsigned filled = 0;
+    for (std::size_t i = 0; i < in.size; ++i) {
+        word |= (static_cast<std::uint64_t>(in.data[i]) & low) << filled;
+        for (filled += width; filled >= 8; filled -= 8, word >>= 8) *out++ = static_cast<std::uint8_t>(word);
+    }
+    if (filled) *out = static_cast<std::uint8_t>(word);
+    return packed;
+}
+
+py::array_t<std::int64_t> unpack(const py::array& payload, std::size_t count, unsigned width) {
+    const auto in = bytes(payload, "payload");
+    check_width(width);
+    if (in.size < (count * width + 7) / 8) throw py::value_error("so many integers are not in a payload of " + std::to_string(in.size) + " bytes");
+    py::array_t<std::int64_t> values(static_cast<py::ssize_t>(count));
+    std::int64_t* out = values.mutable_data();
+    py::gil_scoped_release release;
+    const std::uint64_t low = (std::uint64_t{1} << width) - 1;
+    const std::uint8_t* next = in.data;
+    std::uint64_t word = 0;
+    unsigned held = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        for (; held < width; held += 8) word |= static_cast<std::uint64_t>(*next++) << held;
+        out[i] = static_cast<std::int64_t>(word & low);
+        word >>= width;
+        held -= width;
+    }
+    return values;
+}
+
+py::array_t<std::uint8_t> mark(const py::array& places, std::size_t n) {
+    const auto in = integers(places, "places");
+    for (std::size_t i = 0; i < in.size; ++i)
+        if (in.data[i] < 0 || static_cast<std::size_t>(in.data[i]) >= n) throw py::index_error("a place is not among " + std::to_string(n));
+    py::array_t<std::uint8_t> mask(static_cast<py::ssize_t>((n + 7) / 8));
+    std::uint8_t* out = mask.mutable_data();
+    py::gil_scoped_release release;
+    std::memset(out, 0, (n + 7) / 8);
+    for (std::size_t i = 0; i < in.size; ++i) out[in.data[i] / 8] |= static_cast<std::uint8_t>(1u << in.data[i] % 8);
+    return mask;
+}
+
+py::array_t<std::int64_t> marked(const py::array& mask) {
+    const auto in = bytes(mask, "mask");
+    py::array_t<std::int64_t> places(static_cast<py::ssize_t>(count_bits(in.data, in.size)));
+    std::int64_t* out = places.mutable_data();
+    py::gil_scoped_release release;
+    for (std::size_t i = 0; i < in.size; i += 8) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, in.data + i, std::min<std::size_t>(8, in.size - i));
+        for (; word; word &= word - 1) *out++ = static_cast<std::int64_t>(8 * i) + __builtin_ctzll(word);
+    }
+    return places;
+}
+
 // |x| as an integer, subnormal numbers being zero.
 std::uint32_t magnitude_of(float x) {
     std::uint32_t bits;
@@ -484,6 +561,10 @@ PYBIND11_MODULE(_native, m) {
     m.def("sketch_accumulate", &sketch_accumulate);
     m.def("sketch_estimate", &sketch_estimate);
     m.def("top_k", &top_k);
+    m.def("pack", &pack);
+    m.def("unpack", &unpack);
+    m.def("mark", &mark);
+    m.def("marked", &marked);
     m.def("instruction_sets", [] {
         py::list names;
         for (const Kernels* found : available()) names.append(found->name);

@@ -314,14 +314,21 @@ double sum_of_squares(const float* x, std::size_t n) {
     return total;
 }
 
-double sum_of_magnitudes(const float* x, std::size_t n) {
-    double parts[kLanes] = {}, total = 0;
+// The sum of |x| (scale - |x|): the variance of what is drawn for a block with that scale.
+inline double variance(const float* x, std::size_t n, float scale) {
+    if (scale == 0.0f) return 0;
+    const float unit = 1.0f / scale;
+    auto of = [&](float y) {
+        const float p = float_of(bits_of(y) & kMagnitude) * unit;
+        return p * (1.0f - p);
+    };
+    float parts[kLanes] = {}, total = 0;
     std::size_t i = 0;
     for (; i + kLanes <= n; i += kLanes)
-        for (std::size_t k = 0; k < kLanes; ++k) parts[k] += float_of(bits_of(x[i + k]) & kMagnitude);
-    for (; i < n; ++i) total += float_of(bits_of(x[i]) & kMagnitude);
+        for (std::size_t k = 0; k < kLanes; ++k) parts[k] += of(x[i + k]);
+    for (; i < n; ++i) total += of(x[i]);
     for (std::size_t k = 0; k < kLanes; ++k) total += parts[k];
-    return total;
+    return static_cast<double>(total) * scale * scale;
 }
 
 // What weighted_sum makes of x and -y.
@@ -349,7 +356,7 @@ std::size_t ternary_encode(const float* x, const float* minus, float* difference
         encode_scales(run, in_run, byte_scales, heads + start / kRun, scales + start * (byte_scales ? 1 : 4));
         for (std::size_t b = 0; b < in_run; ++b) {
             const std::size_t at = b * block, size = smaller(block, left - at);
-            *noise += sum_of_magnitudes(from + at, size) * run[b] - sum_of_squares(from + at, size);
+            *noise += variance(from + at, size, run[b]);
             const std::uint64_t draws = block_key(key, first + start + b);
             for (std::size_t place = 0; place < size; place += 64) {
                 const unsigned count = static_cast<unsigned>(smaller(64, size - place));

@@ -4,8 +4,8 @@ A host is a network namespace with a hostname of its own, by which Open MPI tell
 on a bridge in a further namespace, and is limited in both directions by a token bucket. Nothing of it is in, or routed to, the
 machine's own network. What is emulated is bandwidth: there is no delay and no loss.
 
-All hosts share the machine's cores. Whatever a rank computes is overpriced by ranks per core, and a rank that waits must not
-spin: `idle.c` sees to that.
+All hosts share the machine's cores, each always the same one, so that none takes another's share. Whatever a rank computes is
+overpriced by hosts per core, and a rank that waits must not spin: `idle.c` sees to that.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Lab:
         if os.geteuid():
             raise LabError("a lab needs root, for network namespaces")
         bits_per_second(rate)  # raises if it is none
-        missing = [tool for tool in ("ip", "tc", "nsenter", "mpirun", "cc") if shutil.which(tool) is None]
+        missing = [tool for tool in ("ip", "tc", "nsenter", "taskset", "mpirun", "cc") if shutil.which(tool) is None]
         if missing:
             raise LabError(f"a lab needs {', '.join(missing)}: install iproute2, util-linux, Open MPI and a C compiler")
         if self.directory.exists():
@@ -94,7 +94,7 @@ class Lab:
             self._make_switch()
             for host in names:
                 self._make_host(host, names)
-            self._make_remote_shell()
+            self._make_remote_shell(names)
             _run("cc", "-O2", "-shared", "-fPIC", "-o", self._idle, Path(__file__).with_name("idle.c"))
             (self.directory / "hosts.json").write_text(json.dumps(names))
             self.limit(rate)
@@ -135,7 +135,10 @@ class Lab:
 
     def enter(self, host: str) -> list[str]:
         """The words that, before a command, run it on a host."""
-        return ["ip", "netns", "exec", self.namespace(host), "nsenter", f"--uts={self._hostname(host)}", "--"]
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[int(host.removeprefix("h")) % len(cores)]
+        space = ["ip", "netns", "exec", self.namespace(host), "nsenter", f"--uts={self._hostname(host)}", "--"]
+        return [*space, "taskset", "--cpu-list", str(core)]
 
     def mpirun(
         self,
@@ -249,15 +252,20 @@ class Lab:
         self._hostname(host).touch()
         _run("unshare", f"--uts={self._hostname(host)}", "hostname", host)
 
-    def _make_remote_shell(self) -> None:
+    def _make_remote_shell(self, hosts: Sequence[str]) -> None:
         """What mpirun starts its daemons with, in place of ssh: `ssh [options] host command`."""
         self._remote_shell.parent.mkdir()
+        entries = "\n".join(f'{host}) exec {shlex.join(self.enter(host))} /bin/sh -c "$*" ;;' for host in hosts)
         self._remote_shell.write_text(
             f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=${{1#*@}}
 shift
-exec ip netns exec "{self.namespace("")}$host" nsenter --uts="{self.directory}/$host.uts" -- /bin/sh -c "$*"
+case "$host" in
+{entries}
+esac
+echo "no host $host" >&2
+exit 1
 """
         )
         self._remote_shell.chmod(0o755)

@@ -16,7 +16,8 @@ from ..core import Array
 
 LEAST = 1 << 16  # elements; smaller ones are the allocator's
 PATIENCE = 1000  # vectors that are asked for before one that none of them wanted is given back
-_vectors: dict[int, list[Array]] = defaultdict(list)
+ALIGNMENT = 16  # elements of a cache's line, with which every vector begins: whole lines can be written without being read
+_vectors: dict[int, list[Array]] = defaultdict(list)  # by their size; what is handed out are parts of them
 _last_use: dict[int, int] = {}  # of a size
 _asked = 0
 _lock = threading.Lock()
@@ -34,10 +35,15 @@ def empty(n: int) -> Array:
             _give_back()
         for vector in _vectors[n]:
             if sys.getrefcount(vector) == _ONLY_OURS:
-                return vector
-        vector = np.empty(n, np.float32)
+                return _aligned(vector, n)
+        vector = np.empty(n + ALIGNMENT, np.float32)
         _vectors[n].append(vector)
-        return vector
+        return _aligned(vector, n)
+
+
+def _aligned(vector: Array, n: int) -> Array:
+    start = -(vector.ctypes.data // vector.itemsize) % ALIGNMENT
+    return vector[start : start + n]
 
 
 def _references() -> int:

@@ -381,8 +381,11 @@ std::size_t ternary_encode(const float* x, const float* minus, float* difference
     }
 }
 
+constexpr std::size_t kPastCache = 1 << 16;  // elements of a vector that is written past the cache, not to be read into it first
+
 // base, n <= 64 elements, with +-step added to those of `mask`; base may be out itself.
-inline void add_steps(float* out, const float* base, unsigned n, float step, std::uint64_t mask, std::uint64_t negative) {
+inline void add_steps(float* out, const float* base, unsigned n, float step, std::uint64_t mask, std::uint64_t negative,
+                      [[maybe_unused]] bool past_cache) {
     const bool in_place = base == out;
 #if defined(__AVX512F__)
     const __m512 plus = _mm512_set1_ps(step), minus = _mm512_set1_ps(-step);
@@ -396,7 +399,11 @@ inline void add_steps(float* out, const float* base, unsigned n, float step, std
         const __m512 steps = _mm512_mask_mov_ps(plus, static_cast<__mmask16>(negative >> i), minus);
         y = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(y), steps));
         y = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(y, exponent), y);
-        _mm512_mask_storeu_epi32(out + i, in_place ? live : there, _mm512_mask_mov_epi32(before, live, y));
+        y = _mm512_mask_mov_epi32(before, live, y);
+        if (past_cache && there == 0xffff && reinterpret_cast<std::uintptr_t>(out + i) % 64 == 0)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), y);
+        else
+            _mm512_mask_storeu_epi32(out + i, in_place ? live : there, y);
     }
 #elif defined(__AVX2__)
     const __m256i bit = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1), exponent = _mm256_set1_epi32(kExponent);
@@ -414,7 +421,11 @@ inline void add_steps(float* out, const float* base, unsigned n, float step, std
         const __m256i before = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(base + i));
         const __m256 steps = _mm256_xor_ps(_mm256_set1_ps(step), _mm256_castsi256_ps(_mm256_and_si256(lanes(negative >> i), sign)));
         const __m256i sum = flushed(_mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(flushed(before)), steps)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_blendv_epi8(before, sum, lanes(mask >> i)));
+        const __m256i y = _mm256_blendv_epi8(before, sum, lanes(mask >> i));
+        if (past_cache && reinterpret_cast<std::uintptr_t>(out + i) % 32 == 0)
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i), y);
+        else
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), y);
     }
     mask = i < 64 ? mask >> i << i : 0;
     if (!in_place) __builtin_memcpy(out + i, base + i, (n - i) * sizeof(float));
@@ -429,6 +440,7 @@ void ternary_decode_add(float* out, const float* base, bool alike, std::size_t n
                         const std::uint8_t* heads, const std::uint8_t* scales, const std::uint8_t* mask, const std::uint8_t* signs,
                         std::size_t signs_bytes, std::size_t sign) {
     const std::size_t mask_bytes = (n + 7) / 8;
+    const bool past_cache = base != out && n >= kPastCache;
     for (std::size_t b = 0, at = 0; at < n; ++b, at += block) {
         const std::size_t size = smaller(block, n - at);
         const float step = flush(factor * read_scale(heads, scales, b, byte_scales));
@@ -437,10 +449,13 @@ void ternary_decode_add(float* out, const float* base, bool alike, std::size_t n
             const std::uint64_t chosen = get_bits(mask, mask_bytes, at + place, count);
             if (!chosen && base == out) continue;
             const unsigned taken = static_cast<unsigned>(__builtin_popcountll(chosen));
-            add_steps(out + at + place, alike ? base : base + at + place, count, step, chosen, deposit(get_bits(signs, signs_bytes, sign, taken), chosen));
+            add_steps(out + at + place, alike ? base : base + at + place, count, step, chosen, deposit(get_bits(signs, signs_bytes, sign, taken), chosen), past_cache);
             sign += taken;
         }
     }
+#if defined(__AVX2__)
+    if (past_cache) _mm_sfence();
+#endif
 }
 
 // Levels

@@ -200,7 +200,8 @@ class Lab:
         )
 
     def _watched(self, words: list[str], environment: dict[str, str], run: str, timeout: float, output: Any) -> int:
-        process = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+        # The kernel shares the processor between sessions; the first host's rank is in mpirun's, the others in their daemons'.
+        process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:

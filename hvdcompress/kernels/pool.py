@@ -17,7 +17,8 @@ from ..core import Array
 LEAST = 1 << 16  # elements; smaller ones are the allocator's
 PATIENCE = 1000  # vectors that are asked for before one that none of them wanted is given back
 ALIGNMENT = 16  # elements of a cache's line, with which every vector begins: whole lines can be written without being read
-_vectors: dict[int, list[Array]] = defaultdict(list)  # by their size; what is handed out are parts of them
+# By their size, and where in them the part begins that is handed out.
+_vectors: dict[int, list[tuple[Array, int]]] = defaultdict(list)
 _last_use: dict[int, int] = {}  # of a size
 _asked = 0
 _lock = threading.Lock()
@@ -33,22 +34,18 @@ def empty(n: int) -> Array:
         _last_use[n] = _asked
         if _asked % PATIENCE == 0:
             _give_back()
-        for vector in _vectors[n]:
+        for vector, start in _vectors[n]:
             if sys.getrefcount(vector) == _ONLY_OURS:
-                return _aligned(vector, n)
+                return vector[start : start + n]
         vector = np.empty(n + ALIGNMENT, np.float32)
-        _vectors[n].append(vector)
-        return _aligned(vector, n)
-
-
-def _aligned(vector: Array, n: int) -> Array:
-    start = -(vector.ctypes.data // vector.itemsize) % ALIGNMENT
-    return vector[start : start + n]
+        start = -(vector.ctypes.data // vector.itemsize) % ALIGNMENT
+        _vectors[n].append((vector, start))
+        return vector[start : start + n]
 
 
 def _references() -> int:
     """How many there are to a vector that nobody uses, seen as `empty` sees them: it depends on the interpreter."""
-    for vector in [np.empty(1, np.float32)]:
+    for vector, _ in [(np.empty(1, np.float32), 0)]:
         return sys.getrefcount(vector)
     raise AssertionError
 

@@ -374,7 +374,8 @@ class Session:
         runs, verdict, failure, self._moved = self._runs, self._verdict, self._failure, time.monotonic()
         self.last, self.total, self.counted = self._sent, self.total + self._sent, self.counted + 1
         self._begin()
-        outcomes = [run.outcome for _, run in sorted(runs.items()) if run.outcome is not None]
+        ended = [(run.outcome, run.finite) for _, run in sorted(runs.items()) if run.outcome is not None]
+        outcomes = [outcome for outcome, _ in ended]
         if isinstance(verdict, CompressionError) or failure is not None:
             self.abandoned += 1
             if isinstance(verdict, CompressionError):
@@ -383,7 +384,7 @@ class Session:
             told = str(failure) if isinstance(failure, frame.Excused) else f"rank {self.group.rank}: {_message(failure)}"
             raise CompressionError(told) from failure
         # A mean is the same on every rank, and so is what follows from it.
-        fit = all(kernels.all_finite(outcome.mean) for outcome in outcomes) and all(
+        fit = all(finite for _, finite in ended) and all(
             np.abs(outcome.mean).max(initial=0) <= limit for outcome, limit in zip(outcomes, limits)
         )
         if not verdict or not fit:
@@ -409,6 +410,7 @@ class Session:
                 _check_size(request, self.group.size)
             except StopIteration as stop:
                 run.outcome = stop.value
+                run.finite = kernels.all_finite(stop.value.mean)
             except Exception as error:  # whatever it is, the peers are owed an answer
                 self._failure = error
                 last = run.stage == len(run.stages)
@@ -534,6 +536,7 @@ class _Run:
         self.stage = -1
         self.request: Any = None
         self.outcome: Outcome | None = None
+        self.finite = False  # the outcome's mean: it is looked at when it comes, while other buckets are still on their way
 
 
 def _facts(reducer: Reducer, layouts: Sequence[Layout], group: Group) -> dict[str, str]:

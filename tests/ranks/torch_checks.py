@@ -1044,6 +1044,24 @@ def a_failure_that_comes_after_the_record_is_told_with_the_next_one():
     raised_everywhere(lambda: reduce(model, optimizer, given_grads(2, RANK)), "rank 0: on purpose")
 
 
+@check_of_two
+def gradients_that_grow_in_the_memory_of_a_mean_are_averaged_alike():
+    def means(set_to_none: bool) -> list[torch.Tensor]:
+        model = Given((300, 300))  # alone in its bucket, so it is not copied; and so large that memory is used again
+        optimizer, found = wrap(model, hvc.Compression.dore(model)), []
+        for step in range(5):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model.loss(given_grads(step, RANK, [(300, 300)])).backward()
+            optimizer.synchronize()
+            found.append(model.weights[0].grad.clone())
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return found
+
+    for step, (anew, in_place) in enumerate(zip(means(True), means(False))):
+        same_bits([anew.numpy()], [in_place.numpy()], f"step {step}")
+
+
 @check
 def without_horovods_hooks_statistics_are_zero():
     model = Given(*SHAPES)

@@ -29,7 +29,7 @@ from lab import Lab, bits_per_second
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from training_job import COMPUTE, MODELS
+from training_job import COMPUTE, MODELS, fetch
 
 from hvdcompress.command.models import tensors_of
 from hvdcompress.command.plan import Network, costs
@@ -219,6 +219,7 @@ def main() -> None:
     args.rates = args.rates or (["100mbit"] if args.accuracy else list(RATES))
     args.output.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 150)
+    fetch(args.models)
     lab = Lab("training")
     lab.up(max(args.ranks), args.rates[0])
     try:

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,12 @@ def sentences(rank: int, size: int) -> np.ndarray:
     words = corpus.load(VOCABULARY).train
     rows = words[: len(words) // (WORDS + 1) * (WORDS + 1)].reshape(-1, WORDS + 1)
     return rows[rank::size]
+
+
+def fetch(models: Sequence[str]) -> None:
+    """Brings what the ranks will read onto this machine: from a lab's hosts nothing else is reached."""
+    for load in {sentences if model == "lstm" else images for model in models}:
+        load(0, 1)
 
 
 # PyTorch

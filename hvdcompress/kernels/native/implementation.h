@@ -319,8 +319,8 @@ inline double variance(const float* x, std::size_t n, float scale) {
     if (scale == 0.0f) return 0;
     const float unit = 1.0f / scale;
     auto of = [&](float y) {
-        const float p = float_of(bits_of(y) & kMagnitude) * unit;
-        return p * (1.0f - p);
+        const float size = float_of(bits_of(y) & kMagnitude);
+        return size * unit * ((scale - size) * unit);  // not p (1 - p): near the scale 1 - p has few digits left
     };
     float parts[kLanes] = {}, total = 0;
     std::size_t i = 0;

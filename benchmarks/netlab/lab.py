@@ -136,7 +136,7 @@ class Lab:
     def enter(self, host: str) -> list[str]:
         """The words that, before a command, run it on a host."""
         cores = sorted(os.sched_getaffinity(0))
-        core = cores[int(host.removeprefix("h")) % len(cores)]
+        core = cores[_number(host) % len(cores)]
         space = ["ip", "netns", "exec", self.namespace(host), "nsenter", f"--uts={self._hostname(host)}", "--"]
         return [*space, "taskset", "--cpu-list", str(core)]
 
@@ -272,12 +272,16 @@ exit 1
         self._remote_shell.chmod(0o755)
 
 
+def _number(host: str) -> int:
+    return int(host.removeprefix("h"))
+
+
 def _address(host: str) -> str:
-    return f"10.77.0.{int(host[1:]) + 1}"
+    return f"10.77.0.{_number(host) + 1}"
 
 
 def _hardware_address(host: str) -> str:
-    return f"02:77:00:00:00:{int(host[1:]) + 1:02x}"
+    return f"02:77:00:00:00:{_number(host) + 1:02x}"
 
 
 def _run(*words: object, check: bool = True) -> str:

@@ -29,7 +29,7 @@ from lab import Lab, bits_per_second
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from training_job import COMPUTE, MODELS, fetch
+from training_job import BATCH, COMPUTE, MODELS, WORDS, fetch
 
 from hvdcompress.command.models import tensors_of
 from hvdcompress.command.plan import Network, costs
@@ -45,15 +45,15 @@ METHODS = {
 }
 RATES = ("100mbit", "1gbit", "unlimited")
 
-# Learning rate and momentum, for the small MLP and 4 ranks. Those of dense, DORE and Sketched-SGD came to 88 % of the validation
-# images within 20 steps of the soonest of the few that were tried, by factors of two, with another seed
-# (`training_job.py accuracy --unseen validation --seeds 9`); fp16 has dense's, and ATOMO's is not tuned.
+# Learning rate and momentum, for the small MLP and 4 ranks. They came to 88 % of the validation images within 20 steps of the
+# soonest of the few that were tried, by factors of two, with another seed (`training_job.py accuracy --unseen validation
+# --seeds 9`); fp16 has dense's.
 TUNED = {
     "none": (0.05, 0.9),
     "fp16": (0.05, 0.9),
     "dore": (0.025, 0.9),
     "sketch:momentum=0": (0.4, 0.0),
-    "atomo": (0.05, 0.9),
+    "atomo:budget=12": (0.05, 0.9),
 }
 
 
@@ -123,7 +123,8 @@ def planned(run: Run, result: dict[str, Any]) -> dict[str, float]:
     if "network" not in result:
         return {}
     methods = [spec for spec in result["methods"] if spec != COMPUTE]
-    found = costs(tensors_of(run.model), run.ranks, Network(**result["network"]), methods, computing(result))
+    network, batch = Network(**result["network"]), BATCH * (WORDS if run.model == "lstm" else 1)
+    found = costs(tensors_of(run.model), run.ranks, network, methods, computing(result), batch=batch)
     return {cost.method: cost.seconds for cost in found}
 
 
@@ -178,9 +179,8 @@ def plot(results: dict[Run, dict[str, Any]], output: Path) -> Iterator[Path]:
 
 def time_to_accuracy(lab: Lab, args: argparse.Namespace, console: Console) -> None:
     run = Run("pytorch", args.models[0], args.rates[0], False, args.ranks[0])
-    methods = [spec for spec in args.methods if spec in TUNED]
-    rates, momenta = zip(*(TUNED[spec] for spec in methods))
-    words = ["--methods", *methods, "--lr", *map(str, rates), "--momentum", *map(str, momenta)]
+    rates, momenta = zip(*(TUNED[spec] for spec in args.methods))
+    words = ["--methods", *args.methods, "--lr", *map(str, rates), "--momentum", *map(str, momenta)]
     words += ["--seeds", *map(str, range(args.seeds)), "--target", str(args.target)]
     result = measured(lab, run, "accuracy", args.output, 6 * 3600, *words)
     if result is None:
@@ -196,7 +196,7 @@ def time_to_accuracy(lab: Lab, args: argparse.Namespace, console: Console) -> No
         ratios = [f"{medians[base] / medians[spec]:.2f}" if base in medians else "" for base in ("none", "fp16")]
         spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
         taken = ", ".join(str(one["steps"]) for one in runs)
-        shown.add_row(METHODS[spec], f"{runs[0]['lr']:g}", f"{medians[spec]:.1f}", spread, *ratios, taken)
+        shown.add_row(METHODS.get(spec, spec), f"{runs[0]['lr']:g}", f"{medians[spec]:.1f}", spread, *ratios, taken)
     console.print(shown)
     (args.output / "accuracy.json").write_text(json.dumps({"run": run._asdict(), "methods": result}, indent=1))
 
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=None, help="default: 2 4 8; 4 with --accuracy")
     parser.add_argument("--rates", nargs="+", default=None, help="default: 100mbit 1gbit unlimited; 100mbit with --accuracy")
     parser.add_argument("--stock", choices=["no", "yes", "both"], default="no", help="Open MPI's own protocol for long messages")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="as Compression.parse takes them")
+    parser.add_argument("--methods", nargs="+", default=None, help="as Compression.parse takes them; default: all, or all tuned")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method")
     parser.add_argument("--accuracy", action="store_true", help="time to an accuracy, in place of step times")
     parser.add_argument("--target", type=float, default=0.88)
@@ -217,6 +217,9 @@ def main() -> None:
     args = parser.parse_args()
     args.models = args.models or (["small"] if args.accuracy else ["mlp"])
     args.ranks = args.ranks or ([4] if args.accuracy else [2, 4, 8])
+    args.methods = args.methods or list(TUNED if args.accuracy else METHODS)
+    if args.accuracy and not TUNED.keys() >= set(args.methods):
+        parser.error(f"rates are known of {', '.join(TUNED)} only")
     args.rates = args.rates or (["100mbit"] if args.accuracy else list(RATES))
     args.output.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 150)

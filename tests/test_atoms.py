@@ -162,6 +162,11 @@ def test_atoms_of_any_matrix_add_up_to_it() -> None:
         "tiny": 1e-35 * rng.normal(size=(30, 20)),
         "huge": 1e35 * rng.normal(size=(30, 20)),
         "zero": np.zeros((30, 20)),
+        "zero, large": np.zeros((300, 400)),
+        "of small rank": rng.normal(size=(300, 64)) @ rng.normal(size=(64, 400)),
+        "of small rank, tall": rng.normal(size=(400, 64)) @ rng.normal(size=(64, 300)),
+        "of half the rank": rng.normal(size=(400, 140)) @ rng.normal(size=(140, 300)),
+        "of full rank, large": rng.normal(size=(300, 400)),
     }
     for (name, x), factors in itertools.product(matrices.items(), ("gram", "svd")):
         x = x.astype(np.float32)
@@ -173,6 +178,32 @@ def test_atoms_of_any_matrix_add_up_to_it() -> None:
             norms = np.linalg.norm(vectors[sigmas > 1e-6], axis=1)
             assert_allclose(norms, 1, rtol=1e-5, err_msg=f"{name}, {factors}")
         assert np.isfinite(decode(Spectral(0.5, factors=factors), Spectral(0.5).encode(x, 1).payload, x.shape)).all()
+
+
+def test_small_ranks_are_told_and_have_the_singular_vectors_of_the_whole() -> None:
+    """A gradient of a batch of 64 has 64 of them; a tail that is small, but no rounding, keeps its place."""
+    rng = np.random.default_rng(3)
+    small = (rng.normal(size=(300, 64)) @ rng.normal(size=(64, 400))).astype(np.float32)
+    tail = small + 1e-4 * rng.normal(size=small.shape).astype(np.float32)
+    hidden = small.copy()
+    hidden[7, 11] += 1e-3 * np.linalg.norm(small)  # one more direction, which 128 signs see as they see the others
+    for x, found in ((small, 128), (small.T.copy(), 128), (tail, 300), (hidden, 128)):
+        basis = spectral.basis_of(x, "gram")
+        assert basis.shape == (found, 300)
+        assert_allclose(basis @ basis.T, np.eye(found), atol=1e-5)
+        u, sigmas, v = spectral.atoms_in(x, basis)
+        assert np.linalg.norm((u.T * sigmas) @ v - x) <= 4e-6 * np.linalg.norm(x)
+        singular = np.linalg.svd(x.astype(np.float64), compute_uv=False)[:65]
+        assert_allclose(np.sort(sigmas)[::-1][:65], singular, rtol=1e-4, atol=1e-5 * singular[0])
+        least = Spectral(3, factors="svd").encode(x, 1).noise
+        assert_allclose(Spectral(3).encode(x, 1).noise, least, rtol=1e-4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_matrices_that_are_not_finite_travel_as_they_are(value: float) -> None:
+    x = np.ones((300, 400), np.float32)
+    x[3, 5] = value
+    np.testing.assert_array_equal(decode(Spectral(3), Spectral(3).encode(x, 1).payload, x.shape), x)
 
 
 def test_matrices_of_tensors() -> None:

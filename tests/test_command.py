@@ -72,8 +72,20 @@ def test_a_slow_network_asks_for_compression_and_a_fast_one_does_not() -> None:
 
 def test_more_ranks_than_are_simulated_cost_more_where_payloads_are_gathered() -> None:
     layout = Layout.of([("w", (512, 512))])
-    few, many = (plan._measure(make("topk"), layout, ranks).seconds for ranks in (8, 64))
+    few, many = (plan._measure(make("topk"), layout, ranks, models.BATCH).seconds for ranks in (8, 64))
     assert math.isfinite(many) and many > few
+
+
+def test_drawn_gradients_have_the_rank_of_a_batch_and_a_plan_goes_by_it() -> None:
+    shapes = [(600, 600), (600,), (8, 4, 3, 3), (20, 30)]
+    drawn = models.gradient(shapes, 64, seed=1)
+    assert drawn.dtype == np.float32 and drawn.size == sum(math.prod(shape) for shape in shapes)
+    assert np.linalg.matrix_rank(drawn[:360_000].reshape(600, 600)) == 64
+    assert np.linalg.matrix_rank(drawn[-600:].reshape(20, 30)) == 20
+    assert drawn[:360_000].std() == pytest.approx(1, rel=0.05)
+    network = plan.Network.of_rate(1e9)
+    small, whole = (plan.costs([("w", (600, 600))], 2, network, ["atomo"], batch=batch)[0] for batch in (64, 600))
+    assert 2 * small.arithmetic < whole.arithmetic
 
 
 def test_the_plan_goes_by_what_bench_has_measured(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -20,14 +21,19 @@ RESHAPES = ("out", "paper")
 FACTORS = ("gram", "svd")
 VALUES = {"float32": 4, "float16": 2}
 
+SKETCHED = 128  # columns of the sketch that tells small ranks: more than most batches have examples
+NEGLIGIBLE = 1e-4  # of the last of them, against the largest: rounding leaves 1e-6, a matrix of full rank 0.1
+ROUNDING = 2e-6  # of the Frobenius norm: twice what is left of a product of 64 vectors that was computed in float32
+
 
 @dataclass(frozen=True)
 class Spectral(Atoms):
     """Rank-one matrices as atoms: X = sum sigma_i u_i v_i^T, of the tensor as a matrix X of m x n.
 
     For any orthonormal q_1 ... q_m, X = sum q_i (q_i^T X) are m orthogonal atoms, whose sum is X to rounding; the variance
-    is least for the singular vectors. `factors="gram"` takes the eigenvectors of X X^T, or of X^T X if that is smaller.
-    A tensor for which no basis is found, or whose atoms are not finite, is sent as it is.
+    is least for the singular vectors. `factors="gram"` takes the eigenvectors of X X^T, or of X^T X if that is smaller; of a
+    matrix whose rank is far below m and n, as a dense layer's gradient's is, which has no more than the batch has examples,
+    those in its own column space alone. A tensor for which no basis is found, or whose atoms are not finite, is sent as it is.
 
     Payload: uint32, the number of atoms drawn; float32[m] and float32[n] an atom, sigma_i / p_i multiplied into the first;
     or float32 and float16[m], float16[n], the unit vectors rounded at random, so that they stay their own means. Bias:
@@ -51,7 +57,8 @@ class Spectral(Atoms):
     >>> bool(np.allclose(out, x, rtol=2e-3))
     True
 
-    Source: as of `Atoms` (Spectral-ATOMO); the Gram matrix is this project's choice.
+    Source: as of `Atoms` (Spectral-ATOMO); the Gram matrix is this project's choice. The column space is found as in N. Halko,
+    P.-G. Martinsson, J. A. Tropp, "Finding Structure with Randomness", 2011, Algorithm 4.1.
     """
 
     number: ClassVar[int] = 8
@@ -70,19 +77,23 @@ class Spectral(Atoms):
         m, n = matrix.shape
         if not x.size or (not isinstance(self.budget, str) and self._size(m, n, self._expected(m, n)) >= 4 * x.size):
             return dense_payload(x)
-        exponent = int(np.frexp(np.abs(matrix).max(initial=0))[1])  # squares must neither overflow nor vanish
+        largest = float(np.abs(matrix).max())
+        if not math.isfinite(largest):
+            return dense_payload(x)
+        exponent = math.frexp(largest)[1]  # squares must neither overflow nor vanish
+        scaled = np.ldexp(matrix, -exponent)
         try:
-            basis = basis_of(np.ldexp(matrix, -exponent), self.factors)
+            basis = basis_of(scaled, self.factors)
         except np.linalg.LinAlgError:
             return dense_payload(x)
-        u, sigmas, v = atoms_in(np.ldexp(matrix, -exponent), basis)
+        u, sigmas, v = atoms_in(scaled, basis)
         if not kernels.all_finite(sigmas):
             return dense_payload(x)
         expected = self._expected_atoms(sigmas)
         level = water_level(sigmas, self._expected(m, n) if expected is None else expected)
         probabilities = np.minimum(1.0, sigmas / level) if level else (sigmas > 0).astype(np.float64)
-        largest = math.ldexp(max(level, float(sigmas.max())), exponent)  # of the coefficients, drawn or not
-        if self._size(m, n, float(probabilities.sum())) >= 4 * x.size or largest > float(np.finfo(np.float32).max):
+        coefficient = math.ldexp(max(level, float(sigmas.max())), exponent)  # the largest, drawn or not
+        if self._size(m, n, float(probabilities.sum())) >= 4 * x.size or coefficient > float(np.finfo(np.float32).max):
             return dense_payload(x)
         drawn = np.flatnonzero(kernels.draw_atoms(sigmas, level, key))
         coefficients = np.ldexp(np.maximum(sigmas[drawn].astype(np.float64), level), exponent).astype(np.float32)
@@ -167,12 +178,46 @@ class Spectral(Atoms):
 
 
 def basis_of(matrix: Array, factors: str) -> Array:
-    """Orthonormal rows of the smaller side: float32[m, m] if m <= n, else float32[n, n]."""
+    """Orthonormal rows that span the smaller side of a matrix, or as much of it as the matrix reaches.
+
+    float32[k, m] if m <= n, else float32[k, n]; k is at most the smaller of both.
+    """
     tall = matrix.shape[0] > matrix.shape[1]
     if factors == "svd":
         u, _, vt = np.linalg.svd(matrix, full_matrices=False)
         return np.ascontiguousarray(vt if tall else u.T)
-    return np.ascontiguousarray(np.linalg.eigh(matrix.T @ matrix if tall else matrix @ matrix.T)[1].T)
+    wide = matrix.T if tall else matrix
+    small = _column_space(wide)
+    if small is None:
+        return np.ascontiguousarray(np.linalg.eigh(wide @ wide.T)[1].T)
+    space, image = small
+    return np.ascontiguousarray((space @ np.linalg.eigh(image @ image.T)[1]).T)
+
+
+def _column_space(wide: Array) -> tuple[Array, Array] | None:
+    """Orthonormal columns that hold all of `wide` to rounding, float32[m, SKETCHED], and its coordinates in them.
+
+    None where so few do not. The sketch's triangle tells most matrices of full rank at once; of the others it is looked at
+    whether nothing is left.
+    """
+    m, n = wide.shape
+    if m < 2 * SKETCHED:
+        return None
+    space, triangle = np.linalg.qr(wide @ _signs(n))
+    diagonal = np.abs(np.diagonal(triangle))
+    if diagonal[-1] > NEGLIGIBLE * diagonal.max():
+        return None
+    image = space.T @ wide
+    negligible = np.linalg.norm(wide - space @ image) <= ROUNDING * np.linalg.norm(wide)
+    return (space, image) if negligible else None
+
+
+@lru_cache(maxsize=16)
+def _signs(n: int) -> Array:
+    """float32[n, SKETCHED] of -1 and 1, the same each time: for another choice the atoms would be the same to rounding."""
+    signs: Array = np.where(np.random.default_rng(n).random((n, SKETCHED)) < 0.5, np.float32(-1), np.float32(1))
+    signs.flags.writeable = False
+    return signs
 
 
 def atoms_in(matrix: Array, basis: Array) -> tuple[Array, Array, Array]:

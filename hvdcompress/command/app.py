@@ -17,9 +17,10 @@ from rich.table import Column, Table
 
 from .. import __version__
 from . import plan as planning
-from .models import NAMED, Tensors, elements, tensors_of
+from .models import BATCH, NAMED, Tensors, elements, tensors_of
 
 MODEL = f"The model: {', '.join(NAMED)}; or shapes such as 1000x784,1000; or module:function, which makes a PyTorch model."
+EXAMPLES = "Examples of a rank and step (of sequences, words): the gradient of a dense layer has no higher rank."
 METHODS = "Methods, as Compression.parse takes them; may be given several times."
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -76,9 +77,10 @@ def doctor(ranks: int, launcher: tuple[str, ...]) -> None:
 @app.command()
 @click.option("--model", "tensors", type=Model(), default="mlp", show_default=True, help=MODEL)
 @click.option("--method", "methods", multiple=True, default=planning.METHODS, help=METHODS)
+@click.option("--batch", default=BATCH, show_default=True, type=click.IntRange(1), help=EXAMPLES)
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Steps of each method, after one.")
 @click.option("--output", type=click.Path(path_type=Path), help="A file for the figures, as JSON, for `plan --bench`.")
-def bench(tensors: Tensors, methods: tuple[str, ...], repeats: int, output: Path | None) -> None:
+def bench(tensors: Tensors, methods: tuple[str, ...], batch: int, repeats: int, output: Path | None) -> None:
     """Measures the network, the arithmetic and a step of each method. Start it as the training would be:
 
     mpirun -np 4 --hostfile hosts hvdcompress bench --model resnet50 --output bench.json
@@ -103,7 +105,7 @@ def bench(tensors: Tensors, methods: tuple[str, ...], repeats: int, output: Path
             progress.update(task, description=method, advance=1)
 
         try:
-            steps = ranks.steps(tensors, methods, repeats, on_each)
+            steps = ranks.steps(tensors, methods, repeats, on_each, batch)
         except ValueError as error:
             raise click.ClickException(str(error)) from error
     if ranks.rank:
@@ -138,6 +140,7 @@ def bench(tensors: Tensors, methods: tuple[str, ...], repeats: int, output: Path
 @app.command()
 @click.option("--model", "tensors", type=Model(), default="mlp", show_default=True, help=MODEL)
 @click.option("--method", "methods", multiple=True, default=planning.METHODS, help=METHODS)
+@click.option("--batch", default=BATCH, show_default=True, type=click.IntRange(1), help=EXAMPLES)
 @click.option("-np", "--ranks", type=click.IntRange(2), help="Ranks. Default: those of --bench, or 4.")
 @click.option("--bandwidth", "rate", help="Between the hosts, each way: 100mbit, 10gbit.")
 @click.option("--bench", "measured", type=click.Path(exists=True, path_type=Path), help="What `bench --output` has written.")
@@ -146,6 +149,7 @@ def bench(tensors: Tensors, methods: tuple[str, ...], repeats: int, output: Path
 def plan(
     tensors: Tensors,
     methods: tuple[str, ...],
+    batch: int,
     ranks: int | None,
     rate: str | None,
     measured: Path | None,
@@ -171,7 +175,7 @@ def plan(
             progress.update(task, description=method, advance=1)
 
         try:
-            found = planning.costs(tensors, ranks, network, methods, compute_ms / 1e3, on_each)
+            found = planning.costs(tensors, ranks, network, methods, compute_ms / 1e3, on_each, batch)
         except ValueError as error:
             raise click.ClickException(str(error)) from error
     console.print(f"{ranks} ranks, {elements(tensors):,} parameters in {len(tensors)} tensors")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..codecs import Ternary
-from .models import Tensors
+from .models import BATCH, Tensors, gradient
 from .plan import Network
 
 TARGET_SECONDS = 0.4  # of one large exchange
@@ -104,10 +104,10 @@ class Ranks:
     # The methods
 
     def steps(
-        self, tensors: Tensors, methods: Sequence[str], repeats: int, on_each: Callable[[str], None]
+        self, tensors: Tensors, methods: Sequence[str], repeats: int, on_each: Callable[[str], None], batch: int = BATCH
     ) -> dict[str, dict[str, Any]]:
         """Seconds and bytes of a step by each method, which take turns; `on_each` is called before each step."""
-        made = {method: self._stepper(tensors, method) for method in methods}
+        made = {method: self._stepper(tensors, method, batch) for method in methods}
         seconds: dict[str, list[float]] = {method: [] for method in methods}
         for turn in range(1 + repeats):
             for method, (step, _) in made.items():
@@ -120,13 +120,13 @@ class Ranks:
             for method, (_, compression) in made.items()
         }
 
-    def _stepper(self, tensors: Tensors, method: str) -> tuple[Callable[[], None], Any]:
+    def _stepper(self, tensors: Tensors, method: str, batch: int) -> tuple[Callable[[], None], Any]:
         """A training whose gradients are there at once."""
         from .. import torch as hvc
 
         torch = self.torch
         parameters = [(f"{method}.{name}", torch.nn.Parameter(torch.zeros(shape))) for name, shape in tensors]
-        slopes = [torch.from_numpy(_drawn(p.numel(), self.rank)).view(p.shape) for _, p in parameters]
+        slopes = [torch.from_numpy(gradient([shape], batch, self.rank)).view(shape) for _, shape in tensors]
         optimizer = torch.optim.SGD([p for _, p in parameters], lr=0.0)
         compression = hvc.Compression.parse(method, parameters)
         wrapped = self.hvd.DistributedOptimizer(optimizer, named_parameters=parameters, compression=compression)
@@ -139,5 +139,5 @@ class Ranks:
         return step, compression
 
 
-def _drawn(n: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(n, dtype=np.float32)
+def _drawn(n: int) -> Any:
+    return np.random.default_rng(0).standard_normal(n, dtype=np.float32)

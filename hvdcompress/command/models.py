@@ -1,16 +1,21 @@
-"""Layer sizes: of well-known networks by name, from a line of text, or of a PyTorch model of the user's."""
+"""Layer sizes: of well-known networks by name, from text, or of a PyTorch model of the user's; and gradients of such sizes."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 Tensors = list[tuple[str, tuple[int, ...]]]  # names and shapes, in the order of the layers
 
 Shape = tuple[int, ...]
+
+BATCH = 64  # examples a rank, where nothing else is told
 
 
 def _dense(*widths: int) -> Iterator[Shape]:
@@ -137,6 +142,23 @@ def _of_a_model(module: str, function: str) -> Tensors:
         raise ValueError(f"{module}:{function} makes no PyTorch model: {error}") from error
     finally:
         sys.path.pop(0)
+
+
+def gradient(shapes: Iterable[Shape], batch: int, seed: int) -> NDArray[np.float32]:
+    """Drawn gradients of tensors of these shapes, one after another: float32[elements].
+
+    A matrix's is the sum of `batch` products of two vectors, as a dense layer's is: it has no higher rank.
+    """
+    rng = np.random.default_rng(seed)
+
+    def drawn(shape: Shape) -> NDArray[np.float32]:
+        if len(shape) != 2 or batch >= min(shape):
+            return rng.standard_normal(math.prod(shape), dtype=np.float32)
+        left, right = (rng.standard_normal((side, batch), dtype=np.float32) for side in shape)
+        product: NDArray[np.float32] = left @ right.T / np.float32(math.sqrt(batch))
+        return product.reshape(-1)
+
+    return np.concatenate([drawn(shape) for shape in shapes])
 
 
 def elements(tensors: Tensors) -> int:

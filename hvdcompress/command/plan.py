@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
 from .. import reducers, spec, traffic
@@ -22,7 +21,7 @@ from ..adapter import Cut, Tensor
 from ..core import AllReduce, Group, Layout, Reducer
 from ..drivers.simulate import Simulation
 from ..session import STATUS_BYTES
-from .models import Tensors
+from .models import BATCH, Tensors, gradient
 
 HOROVODS = {"none": 4, "fp16": 2}  # bytes an element
 METHODS = ("none", "fp16", "dore", "sketch:momentum=0", "atomo", "qsgd", "topk")
@@ -94,8 +93,9 @@ def costs(
     methods: Sequence[str] = METHODS,
     compute: float = 0.0,
     on_each: Callable[[str], None] = lambda method: None,
+    batch: int = BATCH,
 ) -> list[Cost]:
-    """The cost of a step by each method; `on_each` is called before each.
+    """The cost of a step by each method; `on_each` is called before each. `batch` is the examples of a rank and step.
 
     Raises:
         ValueError: a method or an option is unknown, or out of its range.
@@ -103,7 +103,7 @@ def costs(
     found = []
     for method in methods:
         on_each(method)
-        one = _horovods(method, tensors, ranks, network) if method in HOROVODS else _ours(method, tensors, ranks, network)
+        one = _horovods(method, tensors, ranks, network) if method in HOROVODS else _ours(method, tensors, ranks, network, batch)
         beside = min(one.wire, OVERLAP * compute) if method in HOROVODS else 0.0
         seconds = compute + one.arithmetic * network.contention + one.wire + one.rounds * network.latency - beside
         found.append(one._replace(seconds=seconds))
@@ -133,7 +133,7 @@ def _horovods(method: str, tensors: Tensors, ranks: int, network: Network) -> Co
     return Cost(method, sent, arithmetic, sent / network.allreduce, 1, 0.0)
 
 
-def _ours(text: str, tensors: Tensors, ranks: int, network: Network) -> Cost:
+def _ours(text: str, tensors: Tensors, ranks: int, network: Network, batch: int) -> Cost:
     name, options = spec.parse(text)
     own = {key: options.pop(key) for key in CUT_OPTIONS if key in options}
     method = reducers.make(name, **options)
@@ -147,7 +147,7 @@ def _ours(text: str, tensors: Tensors, ranks: int, network: Network) -> Cost:
     measured: dict[Any, _Measured] = {}
     for layout in layouts:
         if layout.shapes not in measured:
-            measured[layout.shapes] = _measure(method, Layout.of(zip(layout.names, layout.shapes)), ranks)
+            measured[layout.shapes] = _measure(method, Layout.of(zip(layout.names, layout.shapes)), ranks, batch)
         one, stages = measured[layout.shapes], method.stages(layout, group)
         sent = method.wire_bytes(layout, group, one.metrics)
         if all(stage.kind is AllReduce for stage in stages):
@@ -168,20 +168,20 @@ class _Measured(NamedTuple):
 MOST_SIMULATED = 8  # ranks; beyond them arithmetic grows as it did up to them
 
 
-def _measure(method: Reducer, layout: Layout, ranks: int) -> _Measured:
+def _measure(method: Reducer, layout: Layout, ranks: int, batch: int) -> _Measured:
     """Steps of one bucket among simulated ranks, of which the first one's time is taken."""
     if method.whole_model:
-        return _simulated(method, layout, 2)  # sums have one reply, whatever the ranks
+        return _simulated(method, layout, 2, batch)  # sums have one reply, whatever the ranks
     if ranks <= MOST_SIMULATED:
-        return _simulated(method, layout, ranks)
-    few, most = (_simulated(method, layout, n) for n in (MOST_SIMULATED // 2, MOST_SIMULATED))
+        return _simulated(method, layout, ranks, batch)
+    few, most = (_simulated(method, layout, n, batch) for n in (MOST_SIMULATED // 2, MOST_SIMULATED))
     growth = (most.seconds - few.seconds) / (MOST_SIMULATED - MOST_SIMULATED // 2)
     return most._replace(seconds=most.seconds + max(0.0, growth) * (ranks - MOST_SIMULATED))
 
 
-def _simulated(method: Reducer, layout: Layout, ranks: int) -> _Measured:
-    simulation, rng, times = Simulation(method, layout, ranks), np.random.default_rng(0), []
-    first, drawn = simulation.sessions[0], [rng.standard_normal(layout.size, dtype=np.float32) for _ in range(2)]
+def _simulated(method: Reducer, layout: Layout, ranks: int, batch: int) -> _Measured:
+    simulation, times = Simulation(method, layout, ranks), []
+    first, drawn = simulation.sessions[0], [gradient(layout.shapes, batch, seed) for seed in range(2)]
     grads = [[drawn[rank % 2]] for rank in range(ranks)]
     with threadpool_limits(1):  # as a rank has it, which does not have the host for itself
         for _ in range(1 + REPEATS):

@@ -64,6 +64,7 @@ def _run(line: list[str], timeout: float, environment: dict[str, str]) -> subpro
         **os.environ,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # who waits for MPI would spin on cores that others compute with
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'examples'}",
         **environment,

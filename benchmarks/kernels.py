@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdcompress import codecs, kernels
+from hvdcompress.command.models import gradient
 from hvdcompress.kernels import _native as native
 from hvdcompress.kernels import numpy as definition
 from hvdcompress.sketch import CountSketch
@@ -224,6 +225,8 @@ def cases(elements: int) -> list[Case]:
     rng = np.random.default_rng(0)
     x = rng.normal(size=elements // 512 * 512).astype(np.float32)
     small = x[: min(elements, SMALL) // 512 * 512]
+    matrix = small[: SIDE * SIDE // 512 * 512].reshape(512, -1)
+    of_a_batch = gradient([matrix.shape], 64, 0).reshape(matrix.shape)
     return [
         Case("ternary", x, codecs.Ternary(), with_ternary(256)),
         Case("ternary, block 64, byte scales", x, codecs.Ternary(block=64, scales="byte"), with_ternary(64)),
@@ -234,7 +237,8 @@ def cases(elements: int) -> list[Case]:
         Case("identity", x, codecs.Identity(), with_copy),
         Case("entrywise", small, codecs.Entrywise(), with_entries),
         Case("fourier", small, codecs.Fourier(), with_fourier),
-        Case("spectral", small[: SIDE * SIDE // 512 * 512].reshape(512, -1), codecs.Spectral(), with_singular_vectors),
+        Case("spectral", matrix, codecs.Spectral(), with_singular_vectors),
+        Case("spectral, of rank 64", of_a_batch, codecs.Spectral(), with_singular_vectors),
     ]
 
 

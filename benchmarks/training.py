@@ -31,15 +31,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from training_job import BATCH, COMPUTE, MODELS, WORDS, fetch
 
-from hvdcompress.command.models import tensors_of
-from hvdcompress.command.plan import Network, costs
+from hvdcompress.command.plan import METHODS, Network, costs
 
-METHODS = {
+TITLES = {
     "none": "dense",
     "fp16": "fp16",
     "dore": "DORE",
     "sketch:momentum=0": "Sketched-SGD",
     "atomo": "ATOMO, spectral",
+    "atomo:budget=12": "ATOMO, spectral, 12 atoms",
     "qsgd": "QSGD",
     "topk": "top-k",
 }
@@ -124,7 +124,8 @@ def planned(run: Run, result: dict[str, Any]) -> dict[str, float]:
         return {}
     methods = [spec for spec in result["methods"] if spec != COMPUTE]
     network, batch = Network(**result["network"]), BATCH * (WORDS if run.model == "lstm" else 1)
-    found = costs(tensors_of(run.model), run.ranks, network, methods, computing(result), batch=batch)
+    tensors = [(name, tuple(shape)) for name, shape in result["tensors"]]
+    found = costs(tensors, run.ranks, network, methods, computing(result), batch=batch)
     return {cost.method: cost.seconds for cost in found}
 
 
@@ -136,7 +137,7 @@ def table(run: Run, result: dict[str, Any], rounds: int) -> Table:
     for spec, row in found.items():
         ratio = {base: f"{found[base].seconds / row.seconds:.2f}" if base in found else "" for base in ("none", "fp16")}
         saved = f"{1 - row.bytes / found['none'].bytes:.1%}" if "none" in found and spec != COMPUTE else ""
-        name = METHODS.get(spec, "computing alone" if spec == COMPUTE else spec)
+        name = TITLES.get(spec, "computing alone" if spec == COMPUTE else spec)
         spread = f"{1e3 * row.least:.1f} to {1e3 * row.most:.1f}"
         sent = "" if spec == COMPUTE else f"{row.bytes:,.0f}"
         above = "" if spec == COMPUTE else f"{row.seconds / row.floor:.2f}"
@@ -161,7 +162,7 @@ def plot(results: dict[Run, dict[str, Any]], output: Path) -> Iterator[Path]:
                 spread = np.array([[row.seconds - row.least, row.most - row.seconds] for _, row in points]).T
                 style = {"linestyle": ":", "color": "black"} if spec == COMPUTE else {"marker": "o", "capsize": 3}
                 axes.errorbar(
-                    [ranks for ranks, _ in points], 1e3 * heights, yerr=1e3 * spread, label=METHODS.get(spec, spec), **style
+                    [ranks for ranks, _ in points], 1e3 * heights, yerr=1e3 * spread, label=TITLES.get(spec, spec), **style
                 )
             axes.set(title=rate, xlabel="ranks", ylabel="ms a step (median and range)", yscale="log", xscale="log")
             axes.set_xticks(
@@ -196,7 +197,7 @@ def time_to_accuracy(lab: Lab, args: argparse.Namespace, console: Console) -> No
         ratios = [f"{medians[base] / medians[spec]:.2f}" if base in medians else "" for base in ("none", "fp16")]
         spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
         taken = ", ".join(str(one["steps"]) for one in runs)
-        shown.add_row(METHODS.get(spec, spec), f"{runs[0]['lr']:g}", f"{medians[spec]:.1f}", spread, *ratios, taken)
+        shown.add_row(TITLES.get(spec, spec), f"{runs[0]['lr']:g}", f"{medians[spec]:.1f}", spread, *ratios, taken)
     console.print(shown)
     (args.output / "accuracy.json").write_text(json.dumps({"run": run._asdict(), "methods": result}, indent=1))
 

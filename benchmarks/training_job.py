@@ -247,8 +247,9 @@ def steps(framework: Any, methods: list[str], rounds: int, nic: str | None) -> d
             parts = {name: seconds / stats.counted for name, seconds in stats.seconds.items()}
             figures[spec] |= {"counted": stats.last.wire, "dense": stats.last.dense, "parts": parts, "noise": stats.metrics}
     found = {"chatter": chatter, "methods": figures}
-    if isinstance(framework, PyTorch):
-        found["network"] = vars(framework.network())  # for `hvdcompress plan`
+    if isinstance(framework, PyTorch):  # for `hvdcompress plan`
+        found["network"] = vars(framework.network())
+        found["tensors"] = [(name, tuple(parameter.shape)) for name, parameter in framework.model().named_parameters()]
     return found
 
 

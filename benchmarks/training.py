@@ -1,6 +1,6 @@
 """Step times, bytes on the wire and time to an accuracy, over slow networks of 2, 4 and 8 hosts on this machine. As root:
 
-    python benchmarks/training.py                                   PyTorch, the 5.7M MLP, all ranks and rates: half an hour
+    python benchmarks/training.py                                   PyTorch, the 5.7M MLP, all ranks and rates: a quarter of an hour
     python benchmarks/training.py --models mlp cnn lstm --frameworks pytorch keras --stock both     everything: half a day
     python benchmarks/training.py --ranks 4 --rates 100mbit         one start of mpirun
     python benchmarks/training.py --accuracy                        time to 88 % on Fashion-MNIST
@@ -34,6 +34,7 @@ from training_job import BATCH, COMPUTE, MODELS, WORDS, fetch
 from hvdcompress.command.plan import METHODS, Network, costs
 
 TITLES = {
+    COMPUTE: "computing alone",
     "none": "dense",
     "fp16": "fp16",
     "dore": "DORE",
@@ -137,7 +138,7 @@ def table(run: Run, result: dict[str, Any], rounds: int) -> Table:
     for spec, row in found.items():
         ratio = {base: f"{found[base].seconds / row.seconds:.2f}" if base in found else "" for base in ("none", "fp16")}
         saved = f"{1 - row.bytes / found['none'].bytes:.1%}" if "none" in found and spec != COMPUTE else ""
-        name = TITLES.get(spec, "computing alone" if spec == COMPUTE else spec)
+        name = TITLES.get(spec, spec)
         spread = f"{1e3 * row.least:.1f} to {1e3 * row.most:.1f}"
         sent = "" if spec == COMPUTE else f"{row.bytes:,.0f}"
         above = "" if spec == COMPUTE else f"{row.seconds / row.floor:.2f}"
@@ -154,7 +155,7 @@ def plot(results: dict[Run, dict[str, Any]], output: Path) -> Iterator[Path]:
     for framework, model, stock in dict.fromkeys((run.framework, run.model, run.stock) for run in results):
         mine = {run: rows(run, result) for run, result in results.items() if run[:2] == (framework, model) and run.stock == stock}
         rates = list(dict.fromkeys(run.rate for run in mine))
-        figure, panels = pyplot.subplots(1, len(rates), figsize=(4.5 * len(rates), 4.2), layout="constrained", squeeze=False)
+        figure, panels = pyplot.subplots(1, len(rates), figsize=(4.5 * len(rates) + 1.5, 4.2), layout="constrained", squeeze=False)
         for rate, axes in zip(rates, panels[0]):
             for spec in dict.fromkeys(spec for found in mine.values() for spec in found):
                 points = sorted((run.ranks, found[spec]) for run, found in mine.items() if run.rate == rate and spec in found)
@@ -170,7 +171,7 @@ def plot(results: dict[Run, dict[str, Any]], output: Path) -> Iterator[Path]:
             )
             axes.minorticks_off()
             axes.grid(alpha=0.3)
-        panels[0][-1].legend()
+        figure.legend(*panels[0][-1].get_legend_handles_labels(), loc="outside right center")
         figure.suptitle(f"{MODELS[model]}, {framework}, {'Open MPI as it comes' if stock else 'both ways at once'}")
         path = output / f"steps-{framework}-{model}-{'stock' if stock else 'duplex'}.png"
         figure.savefig(path, dpi=130)

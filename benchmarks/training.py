@@ -1,6 +1,6 @@
 """Step times, bytes on the wire and time to an accuracy, over slow networks of 2, 4 and 8 hosts on this machine. As root:
 
-    python benchmarks/training.py                                   PyTorch, the 5.7M MLP, all ranks and rates: a quarter of an hour
+    python benchmarks/training.py                                   PyTorch, the 5.7M MLP, all ranks and rates: 15 minutes
     python benchmarks/training.py --models mlp cnn lstm --frameworks pytorch keras --stock both     everything: half a day
     python benchmarks/training.py --ranks 4 --rates 100mbit         one start of mpirun
     python benchmarks/training.py --accuracy                        time to 88 % on Fashion-MNIST
@@ -155,7 +155,8 @@ def plot(results: dict[Run, dict[str, Any]], output: Path) -> Iterator[Path]:
     for framework, model, stock in dict.fromkeys((run.framework, run.model, run.stock) for run in results):
         mine = {run: rows(run, result) for run, result in results.items() if run[:2] == (framework, model) and run.stock == stock}
         rates = list(dict.fromkeys(run.rate for run in mine))
-        figure, panels = pyplot.subplots(1, len(rates), figsize=(4.5 * len(rates) + 1.5, 4.2), layout="constrained", squeeze=False)
+        size = (4.5 * len(rates) + 1.5, 4.2)
+        figure, panels = pyplot.subplots(1, len(rates), figsize=size, layout="constrained", squeeze=False)
         for rate, axes in zip(rates, panels[0]):
             for spec in dict.fromkeys(spec for found in mine.values() for spec in found):
                 points = sorted((run.ranks, found[spec]) for run, found in mine.items() if run.rate == rate and spec in found)
